@@ -1,0 +1,38 @@
+"""The ring in shared memory: one writer, views instead of copies, nothing lost when a process dies."""
+
+from shmq.errors import (
+    CorruptRecordError,
+    ForeignSegmentError,
+    LayoutVersionError,
+    SegmentError,
+    SegmentExistsError,
+    SegmentMissingError,
+    SegmentSpaceError,
+    ShmqError,
+    TooLargeError,
+    TruncatedSegmentError,
+    ViewsHeldError,
+)
+from shmq.reader import Lease, RingReader, Taken
+from shmq.segment import Segment
+from shmq.writer import Payload, RingWriter
+
+__all__ = [
+    "CorruptRecordError",
+    "ForeignSegmentError",
+    "LayoutVersionError",
+    "Lease",
+    "Payload",
+    "RingReader",
+    "RingWriter",
+    "Segment",
+    "SegmentError",
+    "SegmentExistsError",
+    "SegmentMissingError",
+    "SegmentSpaceError",
+    "ShmqError",
+    "Taken",
+    "TooLargeError",
+    "TruncatedSegmentError",
+    "ViewsHeldError",
+]

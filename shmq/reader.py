@@ -1,0 +1,435 @@
+"""The reading side of a ring: walk the records, hand out messages and views of their buffers, give them back.
+
+One process reads a ring at a time (which one, is settled above this package), and within it one thread at a time calls
+these methods, save where it says *any thread*. Nothing waits here.
+
+The ring is taken as input, not as truth: every length, position and reference is checked against the bounds before it
+is used, and what can't be true is a CorruptRecordError. Memory outside the segment is never read.
+
+A reader that starts walks from the tail, and so do recovery and redelivery: a message that is still *pending* is new,
+one that is *taken* was handed to a consumer that died with it and comes again, marked so, one that is *done* only waits
+to be freed. The writer may reclaim while it looks; then the header under the cursor is invalid and the reader looks
+again from the tail, which leads to the same place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from collections import deque
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shmq import fence
+from shmq.errors import CorruptRecordError, SegmentError, ViewsHeldError
+from shmq.fence import TOTAL_STORE_ORDER
+from shmq.layout import (
+    ALIGN,
+    ASLEEP,
+    COMMITTED,
+    CONSUMER_PID,
+    DELIVERIES_WORD,
+    DONE,
+    EPOCH,
+    EXPIRED_COUNT,
+    EXTRA_WORD,
+    FREE,
+    GENERATION,
+    HEAD,
+    HEADER_BYTES,
+    IN_RECORD,
+    IN_RING,
+    IN_SPILL,
+    JUMP,
+    MESSAGE,
+    PAYLOAD,
+    PENDING,
+    RECORD,
+    RECORD_BYTES,
+    REDELIVERED_COUNT,
+    REFERENCE,
+    RELEASE_BYTE,
+    SPILL_MAGIC,
+    TAIL,
+    TAKEN,
+    WANTED,
+    align,
+    descriptor,
+    reference_offset,
+    tail_names,
+    tail_offset,
+)
+from shmq.segment import Segment, in_child
+
+_MESSAGE = descriptor(MESSAGE, COMMITTED, 0)
+_PAYLOAD = descriptor(PAYLOAD, COMMITTED, 0)
+_KIND_AND_STATE = 0x3FF
+_MAX_LOOKS = 10_000
+
+
+Taken: TypeAlias = "tuple[int, int, int, int, bytes, int, int]"
+"""A message that was just handed out: (offset, sequence, encoding, number of buffers, blob, timestamp, how often it was
+delivered before). ``offset`` is its name towards the reader. A named tuple would cost each message 0.2 us more."""
+
+
+class Lease:
+    """Keeps a message's space while views of its buffers are alive. Changed only by the reader's own thread."""
+
+    __slots__ = ("finished", "offset", "views", "watched")
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        self.views = 0
+        self.finished = False
+        self.watched: list[_View] = []
+
+
+class _View(weakref.ref[NDArray[np.uint8]]):
+    """A weak reference to an array that was handed out; it knows whose message it looks into."""
+
+    __slots__ = ("lease",)
+    lease: Lease
+
+
+class RingReader:
+    """Reads one ring, from the oldest message that is not done. ``epoch`` names this life of the consumer."""
+
+    def __init__(self, segment: Segment, *, epoch: int) -> None:
+        self.segment = segment
+        self.name = segment.name
+        self.size = segment.payload_bytes
+        self._memory = segment.memory
+        self._words = segment.words
+        self._readonly = memoryview(segment.memory).toreadonly()
+        self._spills: dict[int, Segment] = {}
+        self._leases: dict[int, Lease] = {}
+        self._closed = False
+        self._looks = 0
+        self._head = 0
+        self._answered = 0
+        self._position, self._offset = self._find_tail()
+        self._words[CONSUMER_PID] = os.getpid()
+        self._words[EPOCH] = epoch
+        self.dropped: deque[Lease | _View] = deque()
+        """Views and messages that are gone, to be reaped. *Any thread* may append; nothing else may be done there."""
+        in_child(self.abandon)
+
+    # -- walking ------------------------------------------------------------------------------------------------------
+
+    def take(self) -> Taken | None:
+        """The next message, now marked as taken; None if there is none.
+
+        Raises CorruptRecordError; then the ring can't be read any further, save after an error about one message's own
+        body or references (``views``), which leaves the walk intact.
+        """
+        memory = self._memory
+        words = self._words
+        while True:
+            position = self._position
+            if position == self._head and not self._look():
+                return None
+            offset = self._offset
+            at = HEADER_BYTES + offset
+            _, word, sequence, body, timestamp, expires, extra, deliveries = RECORD.unpack_from(memory, at)
+            if not TOTAL_STORE_ORDER:
+                fence.observe()
+            # If the position stands after all else was read, then nothing had been written over the header before.
+            if words[at >> 3] != position:
+                self._find_again(position)
+                continue
+            length = word >> 10
+            end = offset + length
+            if word & _KIND_AND_STATE != _MESSAGE:
+                self._pass(position, offset, word)
+                continue
+            buffers = extra >> 8
+            needed = RECORD_BYTES + body + (REFERENCE.size * buffers + 7 if buffers else 0)
+            if needed > length or end + RECORD_BYTES > self.size or length % ALIGN or position + length > self._head:
+                raise self._corrupt(
+                    position,
+                    f"a message of {length} bytes at offset {offset} with a body of {body} and {buffers} buffers",
+                )
+            self._looks = 0
+            self._position = position + length
+            self._offset = end
+            release = at + RELEASE_BYTE
+            state = memory[release]
+            if state != PENDING and state != TAKEN:
+                if state == DONE:
+                    memory[release] = FREE
+                continue
+            if expires and expires <= time.monotonic_ns():
+                memory[release] = FREE
+                words[EXPIRED_COUNT] += 1
+                continue
+            words[(at >> 3) + DELIVERIES_WORD] = deliveries + 1
+            memory[release] = TAKEN
+            if state == TAKEN:
+                words[REDELIVERED_COUNT] += 1
+            at += RECORD_BYTES
+            return offset, sequence, extra & 0xFF, buffers, memory[at : at + body], timestamp, deliveries
+
+    def has_more(self) -> bool:
+        """Whether ``take`` has something to look at. Costs one load."""
+        return bool(self._words[HEAD] != self._position)
+
+    def _look(self) -> bool:
+        head = self._words[HEAD]
+        if head == self._position:
+            return False
+        if head < self._position or head % ALIGN:
+            raise self._corrupt(self._position, f"the head went back to {head}")
+        fence.observe()
+        self._head = head
+        return True
+
+    def _pass(self, position: int, offset: int, word: int) -> None:
+        """Move the cursor over a record that is no message."""
+        kind = word & 0xFF
+        length = word >> 10
+        if length < RECORD_BYTES or length % ALIGN or position + length > self._head:
+            raise self._corrupt(position, f"a record of kind {kind} and {length} bytes at offset {offset}")
+        if kind == JUMP:
+            target = self._words[((HEADER_BYTES + offset) >> 3) + EXTRA_WORD]
+        elif kind == PAYLOAD:
+            target = offset + length
+        else:
+            raise self._corrupt(position, f"a record of unknown kind {kind} at offset {offset}")
+        if target % ALIGN or target + RECORD_BYTES > self.size:
+            raise self._corrupt(position, f"a chain that goes on at offset {target} of {self.size}")
+        if self._words[(HEADER_BYTES + offset) >> 3] != position:
+            return
+        self._position = position + length
+        self._offset = target
+
+    def _find_tail(self) -> tuple[int, int]:
+        """The (position, offset) of the oldest record in use, or of the next one if there is none."""
+        words = self._words
+        for _ in range(_MAX_LOOKS):
+            tail = words[TAIL]
+            offset = tail_offset(tail)
+            head = words[HEAD]
+            if offset + RECORD_BYTES > self.size:
+                raise self._corrupt(0, f"a tail at offset {offset} of {self.size}")
+            fence.observe()
+            position = words[(HEADER_BYTES + offset) >> 3]
+            fence.observe()
+            if words[TAIL] != tail:
+                continue
+            if position < head and tail_names(tail, position):
+                return position, offset
+            if tail_names(tail, head):
+                return head, offset
+        raise self._corrupt(0, "no record where the tail points to")
+
+    def _find_again(self, position: int) -> None:
+        """Set the cursor on the first record that is not before ``position``, from the tail."""
+        self._looks += 1
+        if self._looks > _MAX_LOOKS:
+            raise self._corrupt(position, f"no record of that position at offset {self._offset}")
+        words = self._words
+        at, offset = self._find_tail()
+        self._position, self._offset = at, offset
+        while at < position:
+            word = words[((HEADER_BYTES + offset) >> 3) + 1]
+            if words[(HEADER_BYTES + offset) >> 3] != at:
+                # Reclaimed meanwhile. Begin anew; the position sought is not behind the tail for long.
+                self._position = position
+                return
+            if word & _KIND_AND_STATE == _MESSAGE:
+                word = descriptor(PAYLOAD, COMMITTED, 0) | word & ~_KIND_AND_STATE
+            self._pass(at, offset, word)
+            at, offset = self._position, self._offset
+
+    # -- buffers ------------------------------------------------------------------------------------------------------
+
+    def views(self, offset: int, blob_bytes: int, count: int) -> list[NDArray[np.uint8]]:
+        """Read-only uint8 arrays over the buffers of a taken message, in order.
+
+        As long as one of them, or anything made from it without a copy, is alive, the space is not used again. Raises
+        CorruptRecordError for a reference that points where no such payload is.
+        """
+        memory = self._memory
+        start = HEADER_BYTES + offset
+        position = self._words[start >> 3]
+        length = self._words[(start >> 3) + 1] >> 10
+        table = start + RECORD_BYTES + align(blob_bytes, 8)
+        if table + REFERENCE.size * count > start + length:
+            raise self._corrupt(position, f"{count} references in a message of {length} bytes")
+        arrays = []
+        for index in range(count):
+            where, at, first, nbytes = REFERENCE.unpack_from(memory, table + REFERENCE.size * index)
+            kind, record = reference_offset(where)
+            if kind == IN_RECORD:
+                if record + nbytes > length:
+                    raise self._corrupt(position, f"a buffer of {nbytes} bytes at {record} in a message of {length}")
+                source, begin = self._readonly, start + record
+            elif kind == IN_RING:
+                source, begin = self._readonly, self._check_payload(position, record, at, first, nbytes)
+            elif kind == IN_SPILL:
+                segment = self._spill(position, at >> 32, at & 0xFFFFFFFF, first + nbytes)
+                source, begin = memoryview(segment.memory).toreadonly(), HEADER_BYTES + first
+            else:
+                raise self._corrupt(position, f"a reference of unknown kind {kind}")
+            arrays.append(np.frombuffer(source, np.uint8, nbytes, begin) if nbytes else np.empty(0, np.uint8))
+        return arrays
+
+    def _check_payload(self, position: int, record: int, at: int, first: int, nbytes: int) -> int:
+        if record % ALIGN or record + RECORD_BYTES > self.size:
+            raise self._corrupt(position, f"a reference to offset {record} of {self.size}")
+        start = HEADER_BYTES + record
+        found, word, _, body = RECORD.unpack_from(self._memory, start)[:4]
+        length = word >> 10
+        if found != at or word & _KIND_AND_STATE != _PAYLOAD or body > length - RECORD_BYTES:
+            raise self._corrupt(position, f"a reference to a payload at offset {record} that is not there")
+        if first + nbytes > body or record + length > self.size:
+            raise self._corrupt(
+                position, f"a reference to bytes {first} to {first + nbytes} of a payload of {body} at offset {record}"
+            )
+        return start + RECORD_BYTES + first
+
+    def _spill(self, position: int, number: int, generation: int, end: int) -> Segment:
+        segment = self._spills.get(number)
+        if segment is None:
+            self.tidy()
+            try:
+                segment = Segment.attach(f"{self.name}.{number}", magic=SPILL_MAGIC)
+            except SegmentError as error:
+                raise self._corrupt(
+                    position, f"a reference to spill segment {number}, which can't be read ({error})"
+                ) from error
+            self._spills[number] = segment
+        if segment.words[GENERATION] != generation or end > segment.payload_bytes:
+            raise self._corrupt(position, f"a reference to byte {end} of use {generation} of spill segment {number}")
+        return segment
+
+    def lease(self, offset: int, arrays: list[NDArray[np.uint8]]) -> Lease:
+        """Watch over the arrays of a message: its space is freed when all are gone and it is finished."""
+        lease = Lease(offset)
+        drop = self.dropped.append
+        for array in arrays:
+            if array.size:
+                view = _View(array, drop)
+                view.lease = lease
+                lease.watched.append(view)
+        lease.views = len(lease.watched)
+        self._leases[offset] = lease
+        return lease
+
+    # -- giving back --------------------------------------------------------------------------------------------------
+
+    def free(self, offset: int) -> None:
+        """Give back a message that has no lease: done, and its space free. One store; *any thread*."""
+        if not self._closed:
+            self._memory[HEADER_BYTES + offset + RELEASE_BYTE] = FREE
+
+    def finish(self, lease: Lease) -> None:
+        """Mark a leased message as done, and free it if no view of it is left."""
+        if not lease.finished:
+            lease.finished = True
+            self._settle(lease)
+
+    def reap(self) -> None:
+        """Take note of views and messages that are gone."""
+        dropped = self.dropped
+        while dropped:
+            item = dropped.popleft()
+            if isinstance(item, Lease):
+                item.finished = True
+                self._settle(item)
+            else:
+                lease = item.lease
+                lease.views -= 1
+                if lease.views == 0:
+                    self._settle(lease)
+
+    def _settle(self, lease: Lease) -> None:
+        if not lease.finished or self._leases.get(lease.offset) is not lease:
+            return
+        if lease.views:
+            self._memory[HEADER_BYTES + lease.offset + RELEASE_BYTE] = DONE
+        else:
+            self.free(lease.offset)
+            del self._leases[lease.offset]
+
+    def wanted(self) -> int:
+        """The number of a producer's request for space that was not answered yet, or 0."""
+        number = int(self._words[WANTED])
+        return 0 if number == self._answered else number
+
+    def answered(self, number: int) -> None:
+        """Note that the producer is being woken."""
+        self._answered = number
+
+    def sleep(self, number: int) -> None:
+        """Say that this reader is going to sleep and wants the bell rung (``number`` > 0), or that it is awake (0)."""
+        self._words[ASLEEP] = number
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def pending(self) -> int:
+        """How many messages of the ring are not free, whether taken or not. Walks the ring; for ends, not for loops."""
+        words = self._words
+        memory = self._memory
+        count = 0
+        keep = self._position, self._offset, self._head
+        try:
+            self._head = words[HEAD]
+            self._position, self._offset = self._find_tail()
+            while self._position != self._head:
+                position, offset = self._position, self._offset
+                start = HEADER_BYTES + offset
+                word = words[(start >> 3) + 1]
+                if word & _KIND_AND_STATE == _MESSAGE:
+                    count += memory[start + RELEASE_BYTE] != FREE
+                    word = _PAYLOAD | word & ~_KIND_AND_STATE
+                self._pass(position, offset, word)
+                if self._position == position:
+                    break
+        finally:
+            self._position, self._offset, self._head = keep
+        return count
+
+    def tidy(self) -> None:
+        """Unmap spill segments that their writer has given up and that no view looks into."""
+        for number, segment in list(self._spills.items()):
+            if not segment.is_linked():
+                with contextlib.suppress(ViewsHeldError):
+                    segment.close()
+                    del self._spills[number]
+
+    def held(self) -> list[Lease]:
+        """The leases of messages with views that are alive."""
+        return [lease for lease in self._leases.values() if lease.views]
+
+    def close(self) -> None:
+        """Unmap the ring. Raises ViewsHeldError, and leaves it usable, while views are alive. Idempotent."""
+        if self._closed:
+            return
+        for number, segment in list(self._spills.items()):
+            segment.close()
+            del self._spills[number]
+        self._readonly.release()
+        try:
+            self.segment.close()
+        except ViewsHeldError:
+            self._readonly = memoryview(self.segment.memory).toreadonly()
+            self._words = self.segment.words
+            raise
+        self._closed = True
+
+    def abandon(self) -> None:
+        """In a forked child: from here on give nothing back, it is the parent's to do."""
+        self._closed = True
+
+    def _corrupt(self, position: int, what: str) -> CorruptRecordError:
+        return CorruptRecordError(
+            f"ring {self.name} is damaged at position {position}: {what}. Its unread messages can't be trusted; "
+            "restart its producer, which makes a new ring",
+            ring=self.name,
+            position=position,
+        )

@@ -1,0 +1,291 @@
+"""Segments of POSIX shared memory: the only place that touches posix_ipc, mmap and flock.
+
+A segment is created exclusively, for its user alone (mode 0600), with all its pages allocated, so that a full
+``/dev/shm`` is an error here and never a SIGBUS later. Its owner holds ``flock`` on it for life. The kernel drops the
+lock when the process is gone, however it went and in whatever PID namespace, and that is how an orphan is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Callable
+
+import posix_ipc
+
+from shmq import layout
+from shmq.errors import (
+    ForeignSegmentError,
+    LayoutVersionError,
+    SegmentError,
+    SegmentExistsError,
+    SegmentMissingError,
+    SegmentSpaceError,
+    TruncatedSegmentError,
+    ViewsHeldError,
+)
+
+DIRECTORY = "/dev/shm"
+MAX_NAME_BYTES = 250
+
+_KINDS = {layout.RING_MAGIC: "ring", layout.SPILL_MAGIC: "spill segment"}
+
+
+class Segment:
+    """One mapped segment. Made by ``create`` or ``attach``; not for use in a forked child (its lock stays behind).
+
+    ``memory`` is the mapping, for copies in and out; ``words`` the same bytes as 64-bit words, for single stores and
+    loads; ``size`` the length of both in bytes, header included. Methods may be called from any thread.
+    """
+
+    __slots__ = ("__weakref__", "_lock_fd", "memory", "name", "size", "words")
+
+    def __init__(self, name: str, memory: mmap.mmap, size: int, lock_fd: int) -> None:
+        self.name = name
+        self.memory = memory
+        self.size = size
+        self.words: memoryview = memoryview(memory).cast("Q")
+        self._lock_fd = lock_fd
+        # Only the owner's own life counts: a child gives up its copy of the descriptor that carries the lock.
+        in_child(self.drop_lock)
+
+    @classmethod
+    def create(cls, name: str, payload_bytes: int, *, magic: int = layout.RING_MAGIC, ring_id: bytes = b"") -> Segment:
+        """Create a segment that holds ``payload_bytes`` after its header, own it, and write its identity.
+
+        Raises SegmentExistsError, SegmentSpaceError, or SegmentError for a name that can't be used.
+        """
+        encoded = name.encode()
+        if not name or "/" in name or len(encoded) > MAX_NAME_BYTES:
+            raise SegmentError(
+                f"{name!r} can't name a segment: 1 to {MAX_NAME_BYTES} bytes without a slash are needed, "
+                f"and these are {len(encoded)}"
+            )
+        size = layout.HEADER_BYTES + layout.align(payload_bytes, layout.PAGE)
+        _check_space(name, size)
+        try:
+            handle = posix_ipc.SharedMemory("/" + name, flags=posix_ipc.O_CREX, mode=0o600, size=0)
+        except posix_ipc.ExistentialError:
+            raise SegmentExistsError(f"segment {name} exists already; choose another name") from None
+        except OSError as error:
+            raise SegmentError(f"segment {name} can't be created in {DIRECTORY}: {error}") from error
+        try:
+            with contextlib.closing(_Descriptor(handle.fd)) as descriptor:
+                lock_fd = _open(name)
+                try:
+                    if not _lock(lock_fd) or os.fstat(lock_fd).st_nlink == 0:
+                        raise SegmentError(f"segment {name} was taken for an orphan while it was made; try again")
+                    _allocate(name, descriptor.fd, size)
+                    memory = _map(descriptor.fd, size)
+                except BaseException:
+                    os.close(lock_fd)
+                    raise
+        except BaseException:
+            unlink(name)
+            raise
+        segment = cls(name, memory, size, lock_fd)
+        segment._write_identity(magic, payload_bytes, ring_id)
+        return segment
+
+    @classmethod
+    def attach(cls, name: str, *, magic: int = layout.RING_MAGIC) -> Segment:
+        """Map a segment that another process made, for reading and for storing release bytes.
+
+        Raises SegmentMissingError, ForeignSegmentError, LayoutVersionError or TruncatedSegmentError.
+        """
+        fd = _open(name)
+        try:
+            size = os.fstat(fd).st_size
+            if size < layout.HEADER_BYTES:
+                raise TruncatedSegmentError(
+                    f"segment {name} has {size} bytes, and its header alone takes {layout.HEADER_BYTES}; "
+                    "it was cut short or never finished: `shmq gc` removes it once its owner is gone"
+                )
+            # Through a description of its own: a mapping keeps one, and in a forked child that would keep the lock.
+            with contextlib.closing(_Descriptor(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))) as again:
+                memory = _map(again.fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        segment = cls(name, memory, size, fd)
+        try:
+            segment._check_identity(magic)
+        except BaseException:
+            segment.close()
+            raise
+        return segment
+
+    def _write_identity(self, magic: int, payload_bytes: int, ring_id: bytes) -> None:
+        words = self.words
+        self.memory[layout.NAME_BYTE : layout.NAME_BYTE + layout.NAME_BYTES] = self.name.encode().ljust(
+            layout.NAME_BYTES, b"\0"
+        )
+        self.memory[layout.RING_ID_BYTE : layout.RING_ID_BYTE + 16] = ring_id.ljust(16, b"\0")
+        words[layout.LAYOUT_VERSION] = layout.VERSION
+        words[layout.HEADER_SIZE] = layout.HEADER_BYTES
+        words[layout.RING_SIZE] = payload_bytes
+        words[layout.OWNER_PID] = os.getpid()
+        words[layout.CREATED] = time.time_ns()
+        words[layout.MAGIC] = magic
+
+    def _check_identity(self, magic: int) -> None:
+        words = self.words
+        if words[layout.MAGIC] != magic:
+            raise ForeignSegmentError(
+                f"segment {self.name} is no shmq {_KINDS[magic]}: it begins with {bytes(self.memory[:8])!r}; "
+                f"something else made the file of that name in {DIRECTORY}, and it was left alone"
+            )
+        if words[layout.LAYOUT_VERSION] != layout.VERSION or words[layout.HEADER_SIZE] != layout.HEADER_BYTES:
+            raise LayoutVersionError(
+                f"segment {self.name} has layout {words[layout.LAYOUT_VERSION]}, and this version of shmq reads "
+                f"layout {layout.VERSION}; run the same version of shmq in all processes of a queue"
+            )
+        expected = layout.HEADER_BYTES + layout.align(words[layout.RING_SIZE], layout.PAGE)
+        if expected != self.size:
+            raise TruncatedSegmentError(
+                f"segment {self.name} has {self.size} bytes, and its header says {expected}; it was damaged, "
+                "and its messages can't be read"
+            )
+
+    @property
+    def ring_id(self) -> bytes:
+        """The 16 random bytes that tell one ring from every other."""
+        return bytes(self.memory[layout.RING_ID_BYTE : layout.RING_ID_BYTE + 16])
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes after the header: the ring's size, or what a spill segment can hold."""
+        return int(self.words[layout.RING_SIZE])
+
+    def adopt(self) -> bool:
+        """Take the owner's lock if the owner is dead. True if it is this process's now; never waits."""
+        return self._lock_fd >= 0 and _lock(self._lock_fd)
+
+    def is_linked(self) -> bool:
+        """Whether the segment still has its name."""
+        return self._lock_fd >= 0 and os.fstat(self._lock_fd).st_nlink > 0
+
+    def close(self) -> None:
+        """Unmap, and drop the lock if it was held. The segment itself stays. Idempotent.
+
+        Raises ViewsHeldError, and changes nothing, while arrays that look into the mapping are alive.
+        """
+        if self.memory.closed:
+            return
+        self.words.release()
+        try:
+            self.memory.close()
+        except BufferError:
+            self.words = memoryview(self.memory).cast("Q")
+            raise ViewsHeldError(
+                f"segment {self.name} can't be unmapped: arrays or memoryviews that look into it are alive; "
+                "drop them, or take copies, and close again"
+            ) from None
+        self.drop_lock()
+
+    def drop_lock(self) -> None:
+        """Close the descriptor that carries the lock; what is mapped stays mapped."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.name} of {self.size} bytes>"
+
+
+class _Descriptor:
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def unlink(name: str) -> bool:
+    """Remove a segment's name; its memory goes with its last mapping. False if there was none of that name."""
+    try:
+        posix_ipc.unlink_shared_memory("/" + name)
+    except posix_ipc.ExistentialError:
+        return False
+    return True
+
+
+def names(prefix: str) -> list[str]:
+    """The names of all segments (shmq's or not) that begin with ``prefix``, oldest name first by spelling."""
+    return sorted(name for name in os.listdir(DIRECTORY) if name.startswith(prefix))
+
+
+def free_bytes() -> int:
+    """How many bytes the shared-memory directory has left."""
+    status = os.statvfs(DIRECTORY)
+    return status.f_bavail * status.f_frsize
+
+
+def _open(name: str) -> int:
+    try:
+        return int(posix_ipc.SharedMemory("/" + name).fd)
+    except posix_ipc.ExistentialError:
+        raise SegmentMissingError(f"there is no segment {name} in {DIRECTORY}; its owner has removed it") from None
+    except (OSError, ValueError) as error:
+        raise SegmentError(f"segment {name} can't be opened: {error}") from error
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _check_space(name: str, size: int) -> None:
+    free = free_bytes()
+    if size > free:
+        raise _space_error(name, size, free)
+
+
+def _allocate(name: str, fd: int, size: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EFBIG, errno.ENOMEM}:
+            raise _space_error(name, size, free_bytes()) from None
+        raise SegmentError(f"{size} bytes can't be allocated for segment {name}: {error}") from error
+
+
+def _space_error(name: str, size: int, free: int) -> SegmentSpaceError:
+    return SegmentSpaceError(
+        f"{DIRECTORY} has {free:,} bytes free, and segment {name} asks for {size:,}; ask for a smaller ring, run "
+        "`shmq gc` to remove what dead processes left, or enlarge it (docker run --shm-size=..., or "
+        f"mount -o remount,size=... {DIRECTORY})"
+    )
+
+
+def _map(fd: int, size: int) -> mmap.mmap:
+    # Populated at once: a first touch of each page in the middle of a message costs more than the copy.
+    return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+_in_child: list[weakref.WeakMethod[Callable[[], None]]] = []
+_fork_watched = False
+
+
+def in_child(method: Callable[[], None]) -> None:
+    """Call a bound method in every child that this process forks from now on, as long as its object lives."""
+    global _fork_watched
+    if not _fork_watched:
+        _fork_watched = True
+        os.register_at_fork(after_in_child=_call_in_child)
+    _in_child.append(weakref.WeakMethod(method, _in_child.remove))
+
+
+def _call_in_child() -> None:
+    for reference in list(_in_child):
+        method = reference()
+        if method is not None:
+            method()

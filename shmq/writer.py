@@ -1,0 +1,574 @@
+"""The writing side of a ring: reserve, commit, abort, post, reclaim.
+
+One process writes a ring, and within it one thread at a time: the caller holds a lock around every method here (the
+copy into a reserved payload needs none). No method waits: what has no room returns None, and the caller decides.
+
+How space is found. Records follow each other in a *chain*. The chain runs through one or more *extents*, stretches of
+the ring without a hole; a JUMP at the end of an extent leads to the next. Whatever lies between the extents is free.
+The writer appends at the end of the last extent, and turns to another stretch when
+
+* the extent has become long enough (``lap``) and the start of the ring is free: the next records then land in memory
+  that is still in the processor's cache (*short laps*; a cold ring of 256 MiB is several times slower), or
+* what is ahead is too small.
+
+How space comes back. Readers free messages in any order. ``reclaim`` moves the tail over what is free at the front of
+the chain. If that yields too little, because something old is still held, ``fold`` takes the free stretches in the
+middle: a run of free records becomes one JUMP over them. So a message that is held for hours costs its own bytes only.
+
+A header that is taken back is marked invalid before anything is written over it. A reader that looks at a record
+therefore reads the header and then looks at its position once more: if that still stands, the header was whole.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shmq import fence
+from shmq.errors import SegmentError, TooLargeError, ViewsHeldError
+from shmq.fence import TOTAL_STORE_ORDER
+from shmq.layout import (
+    ABORTED,
+    ALIGN,
+    COMMITTED,
+    DESCRIPTOR_WORD,
+    DONE,
+    EXTRA_WORD,
+    FOLDS,
+    FREE,
+    HEAD,
+    HEADER_BYTES,
+    HIGH_WATER,
+    IN_RECORD,
+    IN_RING,
+    IN_SPILL,
+    INVALID_POSITION,
+    JUMP,
+    MAX_LENGTH,
+    MAX_RING_SIZE,
+    MESSAGE,
+    NEW_RECORD,
+    NEXT_SEQUENCE,
+    PAYLOAD,
+    RECORD_BYTES,
+    REFERENCE,
+    RELEASE_BYTE,
+    RESERVED,
+    SPILLED_BYTES,
+    SPILLS,
+    STALLS,
+    TAIL,
+    TURNS,
+    WANTED,
+    align,
+    descriptor,
+    pack_tail,
+)
+from shmq.segment import Segment, unlink
+from shmq.spill import Spill, SpillPool
+
+MIN_RING_SIZE = 64 * 1024
+LAP_BYTES = 1024 * 1024
+"""A lap is at least this long."""
+
+Bytes: TypeAlias = "NDArray[np.uint8]"
+Slice: TypeAlias = "tuple[Payload, int, int]"
+"""(payload, first byte, number of bytes): what a message refers to."""
+
+_MESSAGE = descriptor(MESSAGE, COMMITTED, 0)
+_RECORD_AND_ALIGN = RECORD_BYTES + ALIGN - 1
+
+
+class Payload:
+    """One large buffer that messages refer to, in the ring or in a spill segment (``spill``).
+
+    Its space comes back when all ``messages`` (their offsets) are free and nobody holds its array any more (``held``).
+    """
+
+    __slots__ = ("__weakref__", "_root", "held", "messages", "nbytes", "offset", "position", "spill", "state")
+
+    def __init__(self, nbytes: int, offset: int, position: int, spill: Spill | None) -> None:
+        self.nbytes = nbytes
+        self.offset = offset
+        self.position = position
+        self.spill = spill
+        self.state = RESERVED
+        self.held = True
+        self.messages: set[int] = set()
+        self._root: weakref.ref[Bytes] | None = None
+
+    def array(self) -> Bytes | None:
+        """The loan over this payload, if it was handed out and is still alive."""
+        return None if self._root is None else self._root()
+
+    def reference(self, start: int, nbytes: int) -> bytes:
+        """The reference by which a message names ``nbytes`` of this payload, beginning at byte ``start``."""
+        if self.spill is not None:
+            return REFERENCE.pack(IN_SPILL << 56, self.spill.number << 32 | self.spill.generation, start, nbytes)
+        return REFERENCE.pack(IN_RING << 56 | self.offset, self.position, start, nbytes)
+
+
+_Entry: TypeAlias = "tuple[int, int, int, Payload | None, tuple[Payload, ...], int]"
+"""A record that is not yet reclaimed: (offset, bytes of the ring, position, the payload that it is or None, the
+payloads that it refers to, the offset where a JUMP goes on or -1). An object would cost each message 0.2 us more."""
+
+
+class RingWriter:
+    """Writes one ring. See the module's text for the rules; ``segment`` must be owned by this process.
+
+    ``spill_limit`` bounds the bytes of all spill segments together; ``lap`` is the shortest lap in bytes. Raises
+    SegmentError for a ring size that is not between 64 KiB and 64 GiB.
+    """
+
+    def __init__(self, segment: Segment, *, spill_limit: int, lap: int = LAP_BYTES) -> None:
+        self.segment = segment
+        self.size = segment.payload_bytes
+        check_ring_size(self.size)
+        self._memory = segment.memory
+        self._words = segment.words
+        self._position = 0
+        self._offset = 0
+        self._limit = self.size
+        self._sequence = 0
+        self._chain: deque[_Entry] = deque()
+        self._extents: deque[list[int]] = deque([[0, 0]])
+        self._lap = min(self.size // 2, lap)
+        self._turn_at = self._lap
+        self._share = min(1024 * 1024, self.size // 8)
+        self._spills = SpillPool(segment.name, segment.ring_id, spill_limit)
+        self._spilled: set[Payload] = set()
+        self._dropped: deque[Payload] = deque()
+        self.max_record = self._share // 2
+        """The longest MESSAGE record in bytes; what is larger has to lie in payloads."""
+        self.max_payload = self.size // 2 - self._share - 4 * RECORD_BYTES
+        """The longest payload in bytes that the ring itself takes; what is larger spills."""
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def post(self, blob: bytes, encoding: int, timestamp: int, expires: int = 0) -> int | None:
+        """Append a MESSAGE that is all blob, and announce it. Returns its sequence, or None if there is no room.
+
+        ``timestamp`` in nanoseconds since the epoch; ``expires`` in nanoseconds of the monotonic clock, 0 for never.
+        """
+        nbytes = len(blob)
+        length = (nbytes + _RECORD_AND_ALIGN) & -ALIGN
+        offset = self._offset
+        end = offset + length
+        if end + RECORD_BYTES > self._limit or offset > self._turn_at:
+            if not self._make_room(length):
+                return None
+            offset = self._offset
+            end = offset + length
+        position = self._position
+        sequence = self._sequence
+        memory = self._memory
+        start = HEADER_BYTES + offset
+        body = start + RECORD_BYTES
+        NEW_RECORD.pack_into(
+            memory, start, position, length << 10 | _MESSAGE, sequence, nbytes, timestamp, expires, encoding, 0, 0
+        )
+        memory[body : body + nbytes] = blob
+        self._chain.append((offset, length, position, None, (), -1))
+        # As in _announce, whose call would cost 0.08 us.
+        self._offset = end
+        self._position = position = position + length
+        self._sequence = sequence + 1
+        words = self._words
+        words[NEXT_SEQUENCE] = sequence + 1
+        if not TOTAL_STORE_ORDER:
+            fence.publish()
+        words[HEAD] = position
+        return sequence
+
+    def post_with(
+        self,
+        blob: bytes,
+        encoding: int,
+        timestamp: int,
+        expires: int,
+        buffers: Sequence[Slice | int],
+        copy: Callable[[int, Bytes], None],
+    ) -> int | None:
+        """Append a MESSAGE with buffers. Each of ``buffers`` is a slice of a payload, or the nbytes of a small one.
+
+        A small buffer is kept in the record: ``copy(index, target)`` is called to fill ``target`` (uint8 [nbytes]). An
+        exception from it leaves the ring as it was. Returns as ``post`` does.
+        """
+        small, length = _place_small(len(blob), buffers)
+        if not self._fits(length):
+            return None
+        offset, position, sequence = self._offset, self._position, self._sequence
+        memory = self._memory
+        start = HEADER_BYTES + offset
+        body = start + RECORD_BYTES
+        memory[body : body + len(blob)] = blob
+        at = body + align(len(blob), 8)
+        payloads: dict[Payload, None] = {}
+        for index, buffer in enumerate(buffers):
+            if isinstance(buffer, int):
+                copy(index, np.frombuffer(memory, np.uint8, buffer, start + small[index]))
+                reference = REFERENCE.pack(IN_RECORD << 56 | small[index], position, 0, buffer)
+            else:
+                payload, first, nbytes = buffer
+                payloads[payload] = None
+                reference = payload.reference(first, nbytes)
+            memory[at : at + REFERENCE.size] = reference
+            at += REFERENCE.size
+        extra = len(buffers) << 8 | encoding
+        NEW_RECORD.pack_into(
+            memory, start, position, length << 10 | _MESSAGE, sequence, len(blob), timestamp, expires, extra, 0, 0
+        )
+        for payload in payloads:
+            payload.messages.add(offset)
+            self._settle(payload, COMMITTED)
+        self._chain.append((offset, length, position, None, tuple(payloads), -1))
+        self._offset = offset + length
+        self._announce(position + length, sequence + 1)
+        return sequence
+
+    def record_length(self, blob: bytes, buffers: Sequence[Slice | int]) -> int:
+        """What ``post_with`` would take of the ring, in bytes."""
+        return _place_small(len(blob), buffers)[1]
+
+    def _announce(self, position: int, sequence: int) -> None:
+        self._position = position
+        self._sequence = sequence
+        words = self._words
+        words[NEXT_SEQUENCE] = sequence
+        fence.publish()
+        words[HEAD] = position
+
+    # -- payloads -----------------------------------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int) -> Payload | None:
+        """Set aside room for one payload: in the ring, or in a spill segment if the ring can't ever hold it.
+
+        Returns None if there is no room now. Raises TooLargeError for what will never fit, SegmentSpaceError if a
+        spill segment is needed and the shared-memory directory is full.
+        """
+        if nbytes > self.max_payload:
+            return self.reserve_spill(nbytes)
+        length = align(RECORD_BYTES + nbytes)
+        # What announces the payload needs room as well, and finds it behind it.
+        if not self._fits(length + self._share):
+            return None
+        offset, position = self._offset, self._position
+        payload = Payload(nbytes, offset, position, None)
+        self._append(PAYLOAD, RESERVED, length, nbytes)
+        self._chain.append((offset, length, position, payload, (), -1))
+        self._offset = offset + length
+        self._announce(position + length, self._sequence)
+        return payload
+
+    def reserve_spill(self, nbytes: int) -> Payload | None:
+        """Set aside a spill segment for one payload, whatever its size. Returns and raises as ``reserve`` does."""
+        self._reap()
+        if nbytes > self._spills.limit:
+            raise TooLargeError(
+                f"a payload of {nbytes:,} bytes fits neither the ring of {self.size:,} bytes (which takes payloads up "
+                f"to {self.max_payload:,}) nor the spill limit of {self._spills.limit:,} bytes; raise ring_size or "
+                "spill_limit, or send it in parts"
+            )
+        for payload in [payload for payload in self._spilled if self._payload_is_free(payload)]:
+            self._give_back(payload)
+        spill = self._spills.take(nbytes)
+        if spill is None:
+            return None
+        payload = Payload(nbytes, 0, 0, spill)
+        self._spilled.add(payload)
+        self._words[SPILLS] += 1
+        self._words[SPILLED_BYTES] += nbytes
+        return payload
+
+    def target(self, payload: Payload) -> Bytes:
+        """A writable uint8 array [nbytes] over a reserved payload, for a copy that is over before ``let_go``."""
+        if payload.spill is not None:
+            return np.frombuffer(payload.spill.segment.memory, np.uint8, payload.nbytes, HEADER_BYTES)
+        return np.frombuffer(self._memory, np.uint8, payload.nbytes, HEADER_BYTES + payload.offset + RECORD_BYTES)
+
+    def lend(self, payload: Payload) -> Bytes:
+        """The same array as a loan: as long as it or a view of it is alive, the space is not used again.
+
+        A loan that is dropped without having been sent is aborted; one that was sent is not recycled under the hands
+        of its holder.
+        """
+        root = self.target(payload)
+        dropped = self._dropped
+        # Called on any thread, inside any collection: it may only enqueue.
+        payload._root = weakref.ref(root, lambda _: dropped.append(payload))
+        return root
+
+    def let_go(self, payload: Payload) -> None:
+        """Say that the writer's side is through with a payload: sent, if a message refers to it, else aborted.
+
+        A loan whose array is alive stays held until that is gone. Idempotent.
+        """
+        if payload.array() is None:
+            self._drop(payload)
+
+    def _drop(self, payload: Payload) -> None:
+        payload.held = False
+        self._settle(payload, ABORTED)
+
+    def _settle(self, payload: Payload, state: int) -> None:
+        if payload.state == RESERVED:
+            payload.state = state
+            if payload.spill is None:
+                word = (HEADER_BYTES + payload.offset) // 8 + DESCRIPTOR_WORD
+                self._words[word] = descriptor(PAYLOAD, state, align(RECORD_BYTES + payload.nbytes))
+
+    def _give_back(self, payload: Payload) -> None:
+        assert payload.spill is not None
+        self._spilled.discard(payload)
+        self._spills.give_back(payload.spill)
+
+    def _reap(self) -> None:
+        while self._dropped:
+            self._drop(self._dropped.popleft())
+
+    # -- space --------------------------------------------------------------------------------------------------------
+
+    def want_space(self, number: int) -> None:
+        """Ask to be woken when something is released (``number`` > 0, a new one each time), or no longer (0)."""
+        words = self._words
+        if number:
+            words[STALLS] += 1
+        words[WANTED] = number
+        fence.full()
+
+    def unfinished(self) -> int:
+        """How many messages are not yet done: neither acknowledged, nor expired, nor set aside."""
+        memory = self._memory
+        return sum(
+            1
+            for offset, _, _, payload, _, target in self._chain
+            if payload is None and target < 0 and memory[HEADER_BYTES + offset + RELEASE_BYTE] < DONE
+        )
+
+    def reclaim(self) -> None:
+        """Move the tail over everything at the front of the chain that is free."""
+        self._reap()
+        chain = self._chain
+        memory = self._memory
+        extents = self._extents
+        gone: list[_Entry] = []
+        used = self._used()
+        while chain:
+            entry = chain[0]
+            offset, length, _, payload, payloads, target = entry
+            if payload is not None:
+                if not self._payload_is_free(payload):
+                    break
+            elif target < 0 and memory[HEADER_BYTES + offset + RELEASE_BYTE] != FREE:
+                break
+            if payloads:
+                self._forget(entry)
+            if target >= 0:
+                extents.popleft()
+            else:
+                extents[0][0] = offset + length
+            gone.append(chain.popleft())
+        if not gone:
+            return
+        words = self._words
+        if used > words[HIGH_WATER]:
+            words[HIGH_WATER] = used
+        words[TAIL] = pack_tail(chain[0][2], chain[0][0]) if chain else pack_tail(self._position, self._offset)
+        self._invalidate(gone)
+        self._limit = self._gap_end()
+
+    def close(self, *, remove: bool) -> None:
+        """Unmap the ring and its spill segments; with ``remove`` also give up their names.
+
+        Raises ViewsHeldError, before anything is removed, while a loan is alive.
+        """
+        self._reap()
+        held = [entry[3] for entry in self._chain if entry[3] is not None and entry[3].held]
+        held += [payload for payload in self._spilled if payload.held]
+        if held:
+            raise ViewsHeldError(
+                f"ring {self.segment.name} can't be closed: {len(held)} loans of it are alive, the first of "
+                f"{held[0].nbytes:,} bytes; drop them (and every view of them), and close again"
+            )
+        if remove:
+            # The ring goes first: spill segments without their ring are known to be left over.
+            unlink(self.segment.name)
+        self._spills.close(remove=remove)
+        self.segment.close()
+
+    def _append(self, kind: int, state: int, length: int, body: int, extra: int = 0) -> None:
+        NEW_RECORD.pack_into(
+            self._memory,
+            HEADER_BYTES + self._offset,
+            self._position,
+            descriptor(kind, state, length),
+            0,
+            body,
+            0,
+            0,
+            extra,
+            0,
+            0,
+        )
+
+    def _fits(self, length: int) -> bool:
+        offset = self._offset
+        if offset + length + RECORD_BYTES > self._limit or offset > self._turn_at:
+            return self._make_room(length)
+        return True
+
+    def _make_room(self, length: int) -> bool:
+        """Bring the writer to a place where ``length`` bytes and a JUMP fit. False if there is none."""
+        self.reclaim()
+        if self._offset > self._turn_at:
+            start, end = next(iter(self._gaps(self._offset + RECORD_BYTES)), (0, 0))
+            if start == 0 and end >= max(length + RECORD_BYTES, self._lap // 2):
+                self._turn(start, end)
+                return True
+            # Not yet: look again a little later, not at each record.
+            self._turn_at = self._offset + self._lap // 4
+        if self._offset + length + RECORD_BYTES <= self._limit or self._turn_to_fit(length):
+            return True
+        return self._fold() and (self._offset + length + RECORD_BYTES <= self._limit or self._turn_to_fit(length))
+
+    def _turn_to_fit(self, length: int) -> bool:
+        for start, end in self._gaps(self._offset + RECORD_BYTES):
+            if end - start >= length + RECORD_BYTES:
+                self._turn(start, end)
+                return True
+        return False
+
+    def _turn(self, start: int, end: int) -> None:
+        """Close the last extent with a JUMP, and go on in the free stretch from ``start`` to ``end``."""
+        offset, position = self._offset, self._position
+        self._append(JUMP, COMMITTED, RECORD_BYTES, 0, start)
+        self._chain.append((offset, RECORD_BYTES, position, None, (), start))
+        self._extents[-1][1] = offset + RECORD_BYTES
+        self._extents.append([start, start])
+        self._offset = start
+        self._limit = end
+        self._turn_at = start + self._lap
+        self._words[TURNS] += 1
+        self._announce(position + RECORD_BYTES, self._sequence)
+
+    def _fold(self) -> bool:
+        """Turn each run of free records into one JUMP over it. True if that freed anything."""
+        words = self._words
+        entries = list(self._chain)
+        chain: deque[_Entry] = deque()
+        gone: list[_Entry] = []
+        at = 0
+        while at < len(entries):
+            first = entries[at]
+            end = at
+            while end < len(entries) and self._is_free(entries[end]):
+                end += 1
+            run = entries[at:end]
+            position, target = (
+                (entries[end][2], entries[end][0]) if end < len(entries) else (self._position, self._offset)
+            )
+            span = position - first[2]
+            if sum(entry[1] for entry in run) > RECORD_BYTES and span <= MAX_LENGTH:
+                word = (HEADER_BYTES + first[0]) // 8
+                words[word + EXTRA_WORD] = target
+                fence.publish()
+                words[word + DESCRIPTOR_WORD] = descriptor(JUMP, COMMITTED, span)
+                chain.append((first[0], RECORD_BYTES, first[2], None, (), target))
+                gone += run[1:]
+                for entry in run:
+                    self._forget(entry)
+                at = end
+            else:
+                end = max(end, at + 1)
+                chain.extend(entries[at:end])
+                at = end
+        if len(chain) == len(entries):
+            return False
+        self._chain = chain
+        self._extents = self._trace()
+        self._invalidate(gone)
+        self._limit = self._gap_end()
+        words[FOLDS] += 1
+        return True
+
+    def _trace(self) -> deque[list[int]]:
+        """The extents of the chain, followed from its front."""
+        extents: deque[list[int]] = deque()
+        start = self._chain[0][0] if self._chain else self._offset
+        for offset, length, _, _, _, target in self._chain:
+            if target >= 0:
+                extents.append([start, offset + length])
+                start = target
+        extents.append([start, self._offset])
+        return extents
+
+    def _is_free(self, entry: _Entry) -> bool:
+        offset, _, _, payload, _, target = entry
+        if payload is not None:
+            return self._payload_is_free(payload)
+        return target >= 0 or self._memory[HEADER_BYTES + offset + RELEASE_BYTE] == FREE
+
+    def _payload_is_free(self, payload: Payload) -> bool:
+        memory = self._memory
+        return not payload.held and all(
+            memory[HEADER_BYTES + offset + RELEASE_BYTE] == FREE for offset in payload.messages
+        )
+
+    def _forget(self, entry: _Entry) -> None:
+        for payload in entry[4]:
+            payload.messages.discard(entry[0])
+
+    def _invalidate(self, entries: Sequence[_Entry]) -> None:
+        words = self._words
+        for entry in entries:
+            words[(HEADER_BYTES + entry[0]) // 8] = INVALID_POSITION
+        fence.publish()
+
+    def _used(self) -> int:
+        self._extents[-1][1] = self._offset
+        return sum(end - start for start, end in self._extents)
+
+    def _gaps(self, tip: int) -> list[tuple[int, int]]:
+        """The free stretches of the ring as (start, end), in order of offset, if the last extent ended at ``tip``."""
+        self._extents[-1][1] = tip
+        gaps = []
+        at = 0
+        for start, end in sorted(self._extents):
+            if start > at:
+                gaps.append((at, start))
+            at = max(at, end)
+        if at < self.size:
+            gaps.append((at, self.size))
+        self._extents[-1][1] = self._offset
+        return gaps
+
+    def _gap_end(self) -> int:
+        """Where the free stretch that begins at the writer's offset ends."""
+        offset = self._offset
+        self._extents[-1][1] = offset
+        return min((start for start, end in self._extents if start < end and start >= offset), default=self.size)
+
+
+def check_ring_size(size: int) -> None:
+    """Raise SegmentError unless a ring can have ``size`` bytes."""
+    if not MIN_RING_SIZE <= size <= MAX_RING_SIZE or size % ALIGN:
+        raise SegmentError(
+            f"a ring can't have {size:,} bytes: {MIN_RING_SIZE:,} to {MAX_RING_SIZE:,}, a multiple of {ALIGN}"
+        )
+
+
+def _place_small(blob_bytes: int, buffers: Sequence[Slice | int]) -> tuple[dict[int, int], int]:
+    """Where each small buffer lies, counted from the record's start, and the length of the whole record."""
+    at = RECORD_BYTES + align(blob_bytes, 8) + REFERENCE.size * len(buffers)
+    small: dict[int, int] = {}
+    for index, buffer in enumerate(buffers):
+        if isinstance(buffer, int):
+            at = align(at)
+            small[index] = at
+            at += buffer
+    return small, align(at)
