@@ -39,6 +39,9 @@ from collections.abc import Callable
 TOTAL_STORE_ORDER = platform.machine() in {"x86_64", "AMD64", "i686", "i386"}
 """True where publishing needs no fence: ``publish`` and ``observe`` then do nothing."""
 
+LOCK_IS_FENCE = TOTAL_STORE_ORDER
+"""True where dropping a ``threading.Lock`` orders what was stored before it with what is loaded after it."""
+
 
 def _nothing() -> None:
     """Order nothing: the processor has done so already."""

@@ -63,7 +63,7 @@ from shmq.layout import (
     tail_names,
     tail_offset,
 )
-from shmq.segment import Segment, in_child
+from shmq.segment import Segment, abandon_in_child
 
 _MESSAGE = descriptor(MESSAGE, COMMITTED, 0)
 _PAYLOAD = descriptor(PAYLOAD, COMMITTED, 0)
@@ -109,14 +109,14 @@ class RingReader:
         self._leases: dict[int, Lease] = {}
         self._closed = False
         self._looks = 0
-        self._head = 0
         self._answered = 0
         self._position, self._offset = self._find_tail()
+        self._head = self._position
         self._words[CONSUMER_PID] = os.getpid()
         self._words[EPOCH] = epoch
         self.dropped: deque[Lease | _View] = deque()
         """Views and messages that are gone, to be reaped. *Any thread* may append; nothing else may be done there."""
-        in_child(self.abandon)
+        abandon_in_child(self)
 
     # -- walking ------------------------------------------------------------------------------------------------------
 
@@ -244,6 +244,12 @@ class RingReader:
                 word = descriptor(PAYLOAD, COMMITTED, 0) | word & ~_KIND_AND_STATE
             self._pass(at, offset, word)
             at, offset = self._position, self._offset
+
+    def read(self, offset: int) -> tuple[int, int, bytes]:
+        """(encoding, number of buffers, blob) of a message that is taken and not yet given back."""
+        body = HEADER_BYTES + offset + RECORD_BYTES
+        fields = RECORD.unpack_from(self._memory, HEADER_BYTES + offset)
+        return fields[6] & 0xFF, fields[6] >> 8, self._memory[body : body + fields[3]]
 
     # -- buffers ------------------------------------------------------------------------------------------------------
 
@@ -421,6 +427,14 @@ class RingReader:
             self._words = self.segment.words
             raise
         self._closed = True
+
+    def retire(self) -> None:
+        """Read the ring no further; it is unmapped now or, while views are alive, when the last of them is gone."""
+        self._closed = True
+        self._readonly.release()
+        for segment in [self.segment, *self._spills.values()]:
+            segment.retire()
+        self._spills.clear()
 
     def abandon(self) -> None:
         """In a forked child: from here on give nothing back, it is the parent's to do."""

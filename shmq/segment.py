@@ -14,7 +14,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Callable
+from typing import Protocol
 
 import posix_ipc
 
@@ -51,8 +51,7 @@ class Segment:
         self.size = size
         self.words: memoryview = memoryview(memory).cast("Q")
         self._lock_fd = lock_fd
-        # Only the owner's own life counts: a child gives up its copy of the descriptor that carries the lock.
-        in_child(self.drop_lock)
+        abandon_in_child(self)
 
     @classmethod
     def create(cls, name: str, payload_bytes: int, *, magic: int = layout.RING_MAGIC, ring_id: bytes = b"") -> Segment:
@@ -188,11 +187,23 @@ class Segment:
             ) from None
         self.drop_lock()
 
+    def retire(self) -> None:
+        """Drop the lock, and unmap now or, while arrays look into the mapping, as soon as the last of them is gone."""
+        self.drop_lock()
+        if not self.memory.closed:
+            self.words.release()
+            with contextlib.suppress(BufferError):
+                self.memory.close()
+
     def drop_lock(self) -> None:
         """Close the descriptor that carries the lock; what is mapped stays mapped."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def abandon(self) -> None:
+        """In a forked child: give up the copy of the descriptor that carries the lock. Only the owner's life counts."""
+        self.drop_lock()
 
     def __repr__(self) -> str:
         return f"<Segment {self.name} of {self.size} bytes>"
@@ -271,21 +282,25 @@ def _map(fd: int, size: int) -> mmap.mmap:
     return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
-_in_child: list[weakref.WeakMethod[Callable[[], None]]] = []
-_fork_watched = False
+class Abandons(Protocol):
+    """What has something to give up in a forked child."""
+
+    def abandon(self) -> None:
+        """Leave to the parent what is the parent's."""
 
 
-def in_child(method: Callable[[], None]) -> None:
-    """Call a bound method in every child that this process forks from now on, as long as its object lives."""
-    global _fork_watched
-    if not _fork_watched:
-        _fork_watched = True
-        os.register_at_fork(after_in_child=_call_in_child)
-    _in_child.append(weakref.WeakMethod(method, _in_child.remove))
+_abandoned_in_child: weakref.WeakSet[Abandons] | None = None
 
 
-def _call_in_child() -> None:
-    for reference in list(_in_child):
-        method = reference()
-        if method is not None:
-            method()
+def abandon_in_child(thing: Abandons) -> None:
+    """Call ``thing.abandon()`` in every child that this process forks from now on, as long as the thing lives."""
+    global _abandoned_in_child
+    if _abandoned_in_child is None:
+        _abandoned_in_child = weakref.WeakSet()
+        os.register_at_fork(after_in_child=_abandon_all)
+    _abandoned_in_child.add(thing)
+
+
+def _abandon_all() -> None:
+    for thing in list(_abandoned_in_child or ()):
+        thing.abandon()

@@ -64,12 +64,12 @@ class SpillPool:
             self._idle.append(spill)
 
     def close(self, *, remove: bool) -> None:
-        """Unmap all; with ``remove`` also give up their names. Raises ViewsHeldError while arrays look into one."""
-        for spill in list(self._all):
+        """Let go of all; with ``remove`` also give up their names."""
+        for spill in self._all:
             if remove:
                 unlink(spill.segment.name)
-            spill.segment.close()
-            self._all.discard(spill)
+            spill.segment.retire()
+        self._all.clear()
         self._idle.clear()
 
     def _use(self, spill: Spill) -> Spill:

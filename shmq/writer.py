@@ -30,14 +30,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmq import fence
-from shmq.errors import SegmentError, TooLargeError, ViewsHeldError
+from shmq.errors import SegmentError, TooLargeError
 from shmq.fence import TOTAL_STORE_ORDER
 from shmq.layout import (
     ABORTED,
     ALIGN,
+    ASLEEP,
     COMMITTED,
     DESCRIPTOR_WORD,
     DONE,
+    DOORBELLS,
     EXTRA_WORD,
     FOLDS,
     FREE,
@@ -231,10 +233,6 @@ class RingWriter:
         self._announce(position + length, sequence + 1)
         return sequence
 
-    def record_length(self, blob: bytes, buffers: Sequence[Slice | int]) -> int:
-        """What ``post_with`` would take of the ring, in bytes."""
-        return _place_small(len(blob), buffers)[1]
-
     def _announce(self, position: int, sequence: int) -> None:
         self._position = position
         self._sequence = sequence
@@ -358,6 +356,7 @@ class RingWriter:
         extents = self._extents
         gone: list[_Entry] = []
         used = self._used()
+        front = extents[0][0]
         while chain:
             entry = chain[0]
             offset, length, _, payload, payloads, target = entry
@@ -368,13 +367,14 @@ class RingWriter:
                 break
             if payloads:
                 self._forget(entry)
+            front = offset + length
             if target >= 0:
                 extents.popleft()
-            else:
-                extents[0][0] = offset + length
+                front = target
             gone.append(chain.popleft())
         if not gone:
             return
+        extents[0][0] = front
         words = self._words
         if used > words[HIGH_WATER]:
             words[HIGH_WATER] = used
@@ -382,24 +382,35 @@ class RingWriter:
         self._invalidate(gone)
         self._limit = self._gap_end()
 
-    def close(self, *, remove: bool) -> None:
-        """Unmap the ring and its spill segments; with ``remove`` also give up their names.
+    def asleep(self) -> int:
+        """The number that a sleeping reader raised to have the bell rung, or 0 while it is awake."""
+        return self._words[ASLEEP]
 
-        Raises ViewsHeldError, before anything is removed, while a loan is alive.
+    @property
+    def position(self) -> int:
+        """The position of the next record."""
+        return self._position
+
+    @property
+    def next_sequence(self) -> int:
+        """The sequence of the next message."""
+        return self._sequence
+
+    def count_doorbell(self) -> None:
+        """Count a doorbell that was rung."""
+        self._words[DOORBELLS] += 1
+
+    def close(self, *, remove: bool) -> None:
+        """Let go of the ring and its spill segments; with ``remove`` also give up their names.
+
+        Without, they are left as an orphan that the next reader drains. Loans that are alive keep their memory mapped,
+        which no writer uses any more.
         """
-        self._reap()
-        held = [entry[3] for entry in self._chain if entry[3] is not None and entry[3].held]
-        held += [payload for payload in self._spilled if payload.held]
-        if held:
-            raise ViewsHeldError(
-                f"ring {self.segment.name} can't be closed: {len(held)} loans of it are alive, the first of "
-                f"{held[0].nbytes:,} bytes; drop them (and every view of them), and close again"
-            )
         if remove:
             # The ring goes first: spill segments without their ring are known to be left over.
             unlink(self.segment.name)
         self._spills.close(remove=remove)
-        self.segment.close()
+        self.segment.retire()
 
     def _append(self, kind: int, state: int, length: int, body: int, extra: int = 0) -> None:
         NEW_RECORD.pack_into(
@@ -562,13 +573,17 @@ def check_ring_size(size: int) -> None:
         )
 
 
+def record_length(blob_bytes: int, buffers: Sequence[object]) -> int:
+    """The length of a MESSAGE record with this blob and these buffers, none of them kept in the record."""
+    return align(RECORD_BYTES + align(blob_bytes, 8) + REFERENCE.size * len(buffers))
+
+
 def _place_small(blob_bytes: int, buffers: Sequence[Slice | int]) -> tuple[dict[int, int], int]:
     """Where each small buffer lies, counted from the record's start, and the length of the whole record."""
-    at = RECORD_BYTES + align(blob_bytes, 8) + REFERENCE.size * len(buffers)
+    at = record_length(blob_bytes, buffers)
     small: dict[int, int] = {}
     for index, buffer in enumerate(buffers):
         if isinstance(buffer, int):
-            at = align(at)
             small[index] = at
-            at += buffer
-    return small, align(at)
+            at = align(at + buffer)
+    return small, at

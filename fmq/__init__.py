@@ -1,0 +1,48 @@
+"""The message queue: rings in shared memory, ZeroMQ messages as doorbells."""
+
+from fmq.consumer import AsyncConsumer, Consumer
+from fmq.errors import (
+    ClosedError,
+    DecodeError,
+    DTypeError,
+    EncodeError,
+    FmqError,
+    ForkedError,
+    PeerUnavailableError,
+    ProtocolError,
+    QueueEmptyError,
+    QueueFullError,
+    QueueInUseError,
+    QueueNameError,
+    QueueTimeoutError,
+)
+from fmq.message import Message
+from fmq.producer import AsyncProducer, Producer
+from shmq.errors import CorruptRecordError, SegmentError, SegmentSpaceError, ShmqError, TooLargeError, ViewsHeldError
+
+__all__ = [
+    "AsyncConsumer",
+    "AsyncProducer",
+    "ClosedError",
+    "Consumer",
+    "CorruptRecordError",
+    "DTypeError",
+    "DecodeError",
+    "EncodeError",
+    "FmqError",
+    "ForkedError",
+    "Message",
+    "PeerUnavailableError",
+    "Producer",
+    "ProtocolError",
+    "QueueEmptyError",
+    "QueueFullError",
+    "QueueInUseError",
+    "QueueNameError",
+    "QueueTimeoutError",
+    "SegmentError",
+    "SegmentSpaceError",
+    "ShmqError",
+    "TooLargeError",
+    "ViewsHeldError",
+]

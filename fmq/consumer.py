@@ -1,0 +1,324 @@
+"""Get messages from a queue: ``Consumer`` blocks, ``AsyncConsumer`` awaits; everything else they share."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, TypeVar
+
+from fmq import codec, encoding
+from fmq.doorbell import ConsumerBell, Nudge
+from fmq.errors import ClosedError, ForkedError, ProtocolError, QueueEmptyError
+from fmq.message import Message
+from fmq.paths import QueueLock, QueuePath
+from fmq.protocol import ConsumerProtocol
+from fmq.rings import QueueRings
+from fmq.waiting import LoopWaiter, Steps, deadline_of, run, run_async
+from shmq import ViewsHeldError
+from shmq.segment import abandon_in_child
+
+logger = logging.getLogger("fmq")
+
+_RECHECK = 0.05
+"""Seconds between two looks into the rings while asleep, should a doorbell be lost. Costs 0.1 % of a core."""
+
+_TIDY_SECONDS = 1.0
+"""How often to look for rings that came without a word, and for owners that died."""
+
+_SPIN_SECONDS = 50e-6
+"""How long to look into the rings before going to sleep, while messages come quickly; to wake up takes as long."""
+
+_SPIN_IF_WITHIN = 200e-6
+"""Messages come quickly if the last wait was shorter than this."""
+
+T = TypeVar("T")
+
+
+class ConsumerBase:
+    """What both consumers share. Every method may be called from any thread; in a forked child it raises ForkedError.
+
+    A queue has one consumer at a time: QueueInUseError, with the pid of the other, if there is one that lives (stopped
+    or not). With ``type`` (a msgspec.Struct, say) payloads are checked and converted while they are decoded, and what
+    does not fit raises DecodeError from ``get``. What was put before is delivered, whether its producer lives or not.
+    """
+
+    def __init__(
+        self,
+        queue: str,
+        *,
+        namespace: str | None = None,
+        type: Any = Any,
+        runtime_dir: str | None = None,
+    ) -> None:
+        self._path = QueuePath(queue, namespace, runtime_dir)
+        decoder = codec.Decoder(type)
+        self._queue_lock = QueueLock(self._path)
+        self._queue_lock.acquire()
+        try:
+            self._bell = ConsumerBell(self._path.endpoint)
+        except BaseException:
+            self._queue_lock.release()
+            raise
+        self._nudge = Nudge()
+        self._protocol = ConsumerProtocol(
+            QueueRings(self._path),
+            time.time_ns(),
+            lambda kind, blob, views: encoding.decode(kind, blob, views, decoder.decode),
+            self._released,
+            self._report,
+        )
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._refusal: Exception | None = None
+        self._take_one = self._protocol.take
+        self._descriptors = [self._bell.fileno(), self._nudge.fileno()]
+        self._waiter = LoopWaiter(self._descriptors)
+        self._tidied = time.monotonic()
+        self._last_wait = _SPIN_IF_WITHIN
+        self._may_spin = len(os.sched_getaffinity(0)) > 1
+        abandon_in_child(self)
+        self._protocol.discover()
+
+    @property
+    def queue(self) -> str:
+        """The name of the queue."""
+        return self._path.queue
+
+    def __repr__(self) -> str:
+        state = "open" if self._refusal is None else "closed"
+        return f"<{type(self).__name__} of queue {self.queue!r}, {state}>"
+
+    # -- at once ------------------------------------------------------------------------------------------------------
+
+    def _take(self) -> Message | None:
+        lock = self._lock
+        lock.acquire()
+        try:
+            return self._take_one()
+        finally:
+            lock.release()
+
+    def _take_many(self, first: Message, limit: int) -> list[Message]:
+        messages = [first]
+        with self._lock:
+            while len(messages) < limit and self._refusal is None and (message := self._protocol.take()) is not None:
+                messages.append(message)
+        return messages
+
+    def _released(self) -> None:
+        """A message was given back, on any thread: settle it and wake who waits for its space."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._refusal is None:
+                    self._protocol.reap()
+                    self._wake_producers()
+            finally:
+                self._lock.release()
+        else:
+            # Whoever has the lock may be this very thread, interrupted by a finalizer.
+            self._nudge.set()
+
+    def _wake_producers(self) -> None:
+        frames = self._protocol.spaces()
+        for address, frame in frames:
+            self._bell.send(address, frame)
+        if frames and self._bell.readable():
+            # Sending may have used up the edge that a sleeping thread waits for.
+            self._nudge.set()
+
+    def _pump(self) -> None:
+        """Take in what producers sent."""
+        self._nudge.clear()
+        while self._bell.readable() and (received := self._bell.receive()) is not None:
+            address, data = received
+            try:
+                for frame in self._protocol.receive(address, data):
+                    self._bell.send(*frame)
+            except ProtocolError as error:
+                logger.warning("queue %s: a frame was passed over: %s", self.queue, error)
+
+    def _report(self, error: Exception) -> None:
+        logger.warning("queue %s: a ring is left out: %s", self.queue, error)
+
+    # -- in steps -----------------------------------------------------------------------------------------------------
+
+    def _wait(self) -> Steps[Message]:
+        asleep = False
+        try:
+            while True:
+                with self._lock:
+                    if self._refusal is not None:
+                        raise self._refusal
+                    self._pump()
+                    self._protocol.reap()
+                    self._tidy()
+                    message = self._protocol.take()
+                    if message is not None:
+                        return message
+                    asleep = True
+                    may_sleep = self._protocol.fall_asleep()
+                    self._wake_producers()
+                if may_sleep:
+                    yield None
+        finally:
+            if asleep:
+                with self._lock:
+                    if self._refusal is None:
+                        self._protocol.wake_up()
+
+    def _tidy(self) -> None:
+        now = time.monotonic()
+        if now - self._tidied >= _TIDY_SECONDS:
+            self._tidied = now
+            self._protocol.discover()
+            self._protocol.tidy()
+
+    def _spin(self, until: float) -> Message | None:
+        """Look for a message until then, before sleeping, if the last one came quickly."""
+        protocol = self._protocol
+        while time.monotonic() < until:
+            if protocol.has_more():
+                message = self._take()
+                if message is not None:
+                    return message
+        return None
+
+    def _empty(self) -> Exception:
+        return QueueEmptyError(
+            f"queue {self.queue} in namespace {self._path.namespace} had no message in the time given"
+        )
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _shut(self) -> None:
+        with self._lock:
+            if self._refusal is not None:
+                return
+            if held := self._protocol.held():
+                raise ViewsHeldError(
+                    f"the consumer of queue {self.queue} can't be closed: arrays look into {', '.join(held)}; drop "
+                    "them, or detach() the messages, and close again"
+                )
+            self._pump()
+            self._protocol.close()
+            self._refuse(ClosedError(f"this consumer of queue {self.queue} was closed; make another one"))
+            self._bell.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path.socket)
+            self._queue_lock.release()
+            self._nudge.set()
+        self._path.tidy()
+
+    def abandon(self) -> None:
+        """In a forked child: refuse every further use. Called by the fork itself."""
+        self._refuse(
+            ForkedError(f"this consumer of queue {self.queue} is the parent process's; the child can't use it")
+        )
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._queue_lock.abandon()
+
+    def _refuse(self, refusal: Exception) -> None:
+        def take() -> Message | None:
+            raise refusal
+
+        self._refusal = refusal
+        self._take_one = take
+
+
+class Consumer(ConsumerBase):
+    """Gets messages from a queue, and blocks where it has to wait. How it is made: see ConsumerBase."""
+
+    def get(self, *, timeout: float | None = None) -> Message:
+        """The next message. Waits up to ``timeout`` seconds (0: not at all, None: without limit).
+
+        Raises QueueEmptyError, ClosedError, and for a message that can't be had CorruptRecordError or DecodeError; such
+        a message is done, and the next call gives the one after it.
+        """
+        message = self._take()
+        if message is not None:
+            return message
+        deadline = deadline_of(timeout)
+        begun = time.monotonic()
+        if self._may_spin and self._last_wait < _SPIN_IF_WITHIN:
+            message = self._spin(min(deadline, begun + _SPIN_SECONDS))
+            if message is not None:
+                return message
+        if not self._turn.acquire(timeout=-1 if timeout is None else max(0.0, deadline - time.monotonic())):
+            raise self._empty()
+        try:
+            return run(self._wait(), self._descriptors, deadline, _RECHECK, self._empty)
+        finally:
+            self._last_wait = time.monotonic() - begun
+            self._turn.release()
+
+    def get_many(self, limit: int = 1024, *, timeout: float | None = None) -> list[Message]:
+        """All messages that are there, one at least, ``limit`` at most. Waits and raises as ``get`` for the first."""
+        return self._take_many(self.get(timeout=timeout), limit)
+
+    def __iter__(self) -> Iterator[Message]:
+        """Messages without end; stops when the consumer is closed."""
+        while True:
+            try:
+                message = self.get()
+            except ClosedError:
+                return
+            yield message
+            del message
+
+    def close(self) -> None:
+        """Give up the queue; what was not released is the next consumer's. Idempotent.
+
+        Raises ViewsHeldError, and stays open, while arrays of messages are alive: their memory would be used again
+        under them.
+        """
+        self._shut()
+
+    def __enter__(self) -> Consumer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class AsyncConsumer(ConsumerBase):
+    """Gets messages from a queue, and awaits where it has to wait.
+
+    Works in one event loop after another. Cancelling ``get`` loses nothing: the message stays in the queue. For the
+    rest see Consumer, whose methods these are.
+    """
+
+    async def get(self, *, timeout: float | None = None) -> Message:
+        """As Consumer.get."""
+        message = self._take()
+        if message is not None:
+            return message
+        return await run_async(self._wait(), self._waiter, deadline_of(timeout), _RECHECK, self._empty)
+
+    async def get_many(self, limit: int = 1024, *, timeout: float | None = None) -> list[Message]:
+        """As Consumer.get_many."""
+        return self._take_many(await self.get(timeout=timeout), limit)
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        """Messages without end; stops when the consumer is closed."""
+        while True:
+            try:
+                message = await self.get()
+            except ClosedError:
+                return
+            yield message
+            del message
+
+    async def close(self) -> None:
+        """As Consumer.close."""
+        self._shut()
+
+    async def __aenter__(self) -> AsyncConsumer:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()

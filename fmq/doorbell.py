@@ -1,0 +1,126 @@
+"""The sockets that carry the frames, and the wake-up between threads. No call waits: who waits, polls ``fileno``.
+
+A ZeroMQ socket's descriptor is edge-triggered: after it was readable once, ``receive`` has to be called until it
+returns None, and after a ``send`` ``readable`` has to be asked, before one may wait for the descriptor again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Sequence
+
+import zmq
+
+_LINGER_MS = 100
+"""How long closing may take for a Goodbye that is still on its way."""
+_RECONNECT_MS = 50
+
+
+class _Bell:
+    def __init__(self, kind: int) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+
+    def fileno(self) -> int:
+        """The descriptor to poll for reading."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def readable(self) -> bool:
+        """Whether a frame has come in."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def close(self) -> None:
+        """Close the socket; what is still to be sent may take 0.1 s in the background. Idempotent."""
+        self._socket.close()
+
+
+class ProducerBell(_Bell):
+    """The producer's end: a DEALER that announces each connection and never queues for one that is not there."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(zmq.DEALER)
+        self._socket.setsockopt(zmq.PROBE_ROUTER, 1)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._socket.connect(endpoint)
+
+    def send(self, frame: bytes) -> bool:
+        """Send a frame; False if nobody is connected or the pipe is full."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> bytes | None:
+        """The next frame, or None."""
+        try:
+            return self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+
+class ConsumerBell(_Bell):
+    """The consumer's end: a ROUTER, bound. Whoever binds has to hold the queue's lock: a stale socket is replaced."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._endpoint = endpoint
+        try:
+            self._socket.bind(endpoint)
+        except BaseException:
+            self._socket.close(linger=0)
+            raise
+
+    def send(self, address: bytes, frame: bytes) -> None:
+        """Send a frame to one producer; one that is gone, or does not read, misses it."""
+        with contextlib.suppress(zmq.Again, zmq.ZMQError):
+            self._socket.send_multipart([address, frame], zmq.NOBLOCK)
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """The next (address, frame), or None. Messages of another shape are passed over."""
+        while True:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            if len(parts) == 2:
+                return parts[0], parts[1]
+
+
+class Nudge:
+    """Wakes a thread of this process that polls ``fileno``. ``set`` may be called by any thread, in any finalizer."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """The descriptor to poll for reading."""
+        return self._fd
+
+    def set(self) -> None:
+        """Wake whoever waits, or the next who will."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Take the wake-ups that have come."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Give the descriptor back. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def wait_readable(descriptors: Sequence[int], timeout: float) -> None:
+    """Block until one of the descriptors is readable, or for ``timeout`` seconds."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    poll.poll(max(0.0, timeout) * 1000)

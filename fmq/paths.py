@@ -1,0 +1,165 @@
+"""Where a queue lives: its socket, its lock, and the names of its rings.
+
+All of a namespace's sockets and locks lie in one directory of mode 0700, ``<runtime>/<namespace>``. The runtime
+directory is, in this order, what the caller names, ``$FMQ_RUNTIME_DIR``, ``$XDG_RUNTIME_DIR/fmq``, or ``fmq-<user id>``
+in the temporary directory. Two services that must not meet use two namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import tempfile
+import time
+
+from fmq.errors import FmqError, QueueInUseError, QueueNameError
+
+DEFAULT_NAMESPACE = "default"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_MAX_SOCKET_PATH = 107
+_LOCK_TRIES = 20
+_LOCK_PAUSE = 0.01
+
+
+class QueuePath:
+    """The places of one queue. Raises QueueNameError at once for what can't be a name or would be too long a path."""
+
+    def __init__(self, queue: str, namespace: str | None = None, runtime_dir: str | None = None) -> None:
+        if namespace is None:
+            namespace = os.environ.get("FMQ_NAMESPACE") or DEFAULT_NAMESPACE
+        self.queue = _check_name("queue", queue)
+        self.namespace = _check_name("namespace", namespace)
+        self._runtime = runtime_dir or default_runtime_dir()
+        self.directory = os.path.join(self._runtime, namespace)
+        self.socket = os.path.join(self.directory, f"{queue}.sock")
+        self.lock = os.path.join(self.directory, f"{queue}.lock")
+        self.rings = f"shmq:{namespace}:{queue}:"
+        """What the names of the queue's segments begin with."""
+        if len(os.fsencode(self.socket)) > _MAX_SOCKET_PATH:
+            raise QueueNameError(
+                f"the socket path {self.socket} has {len(os.fsencode(self.socket))} bytes, and a unix socket takes "
+                f"{_MAX_SOCKET_PATH}; choose a shorter queue name or set FMQ_RUNTIME_DIR to a shorter directory"
+            )
+
+    @property
+    def endpoint(self) -> str:
+        """The ZeroMQ address of the queue's doorbell."""
+        return f"ipc://{self.socket}"
+
+    def make_directory(self) -> None:
+        """Make the namespace's directory, for this user alone. Raises FmqError if others could write there."""
+        for directory in (self._runtime, self.directory):
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(directory, mode=0o700)
+            status = os.stat(directory)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+                raise FmqError(
+                    f"{directory} can't hold the sockets of queues: it has to be a directory of user {os.getuid()} "
+                    f"that nobody else may write to, and it belongs to user {status.st_uid} with mode "
+                    f"{stat.S_IMODE(status.st_mode):04o}; remove it, or set FMQ_RUNTIME_DIR"
+                )
+
+    def tidy(self) -> None:
+        """Remove the directories if nothing is left in them."""
+        for directory in (self.directory, self._runtime):
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+
+
+class QueueLock:
+    """The lock that makes a consumer the only one of its queue; the kernel drops it when the process is gone."""
+
+    def __init__(self, path: QueuePath) -> None:
+        self._path = path
+        self._fd = -1
+
+    def acquire(self) -> None:
+        """Take the lock. Raises QueueInUseError, naming the pid that has it, if another consumer is alive."""
+        for _ in range(_LOCK_TRIES):
+            self._path.make_directory()
+            try:
+                fd = os.open(self._path.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _same_file(fd, self._path.lock):
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, str(os.getpid()).encode(), 0)
+                    self._fd = fd
+                    return
+            except BlockingIOError:
+                # A producer that asks whether anybody is there holds the lock for an instant.
+                time.sleep(_LOCK_PAUSE)
+            os.close(fd)
+        pid = _read_pid(self._path.lock)
+        raise QueueInUseError(
+            f"queue {self._path.queue} in namespace {self._path.namespace} has a consumer already, process "
+            f"{pid or 'unknown'}; stop that one, or use another queue name or namespace (FMQ_NAMESPACE)",
+            pid,
+        )
+
+    def release(self) -> None:
+        """Remove the lock file and drop the lock. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path.lock)
+            os.close(fd)
+
+    def abandon(self) -> None:
+        """In a forked child: close the copy of the descriptor, and leave the lock and its file to the parent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def consumer_is_alive(path: QueuePath) -> bool:
+    """Whether a process (running or stopped) holds the consumer's lock of a queue."""
+    try:
+        fd = os.open(path.lock, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def default_runtime_dir() -> str:
+    """Where sockets and locks go if nobody says otherwise."""
+    if configured := os.environ.get("FMQ_RUNTIME_DIR"):
+        return configured
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return os.path.join(runtime, "fmq")
+    return os.path.join(tempfile.gettempdir(), f"fmq-{os.getuid()}")
+
+
+def _check_name(kind: str, name: str) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise QueueNameError(
+            f"{name!r} can't name a {kind}: it takes 1 to 64 letters, digits, '_', '-' and '.', and may not begin with "
+            "one of the last two"
+        )
+    return name
+
+
+def _same_file(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _read_pid(path: str) -> int | None:
+    try:
+        with open(path, "rb") as file:
+            return int(file.read(20) or b"0") or None
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,327 @@
+"""The protocol: who may send what, what comes next, when to wait. No socket, no clock, no thread in here.
+
+Theory of operation. The ring is the queue: a message is delivered because it stands in the ring, never because a frame
+arrived. Frames only wake. So any frame may be lost, late or doubled, and either side may die between two of them.
+
+::
+
+    producer                                     consumer
+       |  (probe)  ------------------------------->  |    a connection was made, or made again
+       |  <-------------------------------- Welcome  |
+       |  Hello  --------------------------------->  |    attach that ring, if not done; space goes to this address
+       |  Doorbell  ------------------------------>  |    only if the consumer raised ``asleep``, once for each sleep
+       |  <---------------------------------- Space  |    only if the producer raised ``wanted``, once for each wish
+       |  Goodbye  ------------------------------->  |    the ring is drained and its name is gone
+
+Rules
+    1.  The producer commits, fences, and then loads ``asleep``. The consumer raises ``asleep``, fences, and then looks
+        for messages once more before it sleeps. So one of the two sees the other.
+    2.  The producer raises ``wanted``, fences, and then tries once more before it waits. The consumer releases, fences,
+        and then loads ``wanted``. So one of the two sees the other.
+    3.  Each sleep and each wish has a new number. A number that was answered is not answered again, which keeps a
+        thousand puts from ringing a thousand bells.
+    4.  A consumer finds rings by what says Hello and by looking through the shared-memory directory: a producer that
+        died, or that is busy elsewhere, need not say anything for its messages to be found.
+    5.  A ring whose owner is dead is adopted (its lock taken), drained, and removed.
+
+Both classes are driven by one thread at a time; the front ends hold a lock around every call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from fmq import wire
+from fmq.encoding import RAW
+from fmq.errors import ProtocolError
+from fmq.message import Message, Source
+from shmq import (
+    CorruptRecordError,
+    Lease,
+    RingReader,
+    RingWriter,
+    SegmentMissingError,
+    ShmqError,
+    fence,
+)
+
+_TURN = 64
+"""How many messages one ring may deliver before the next has its turn."""
+
+
+class ProducerProtocol:
+    """The producer's side, over the writer of its ring."""
+
+    def __init__(self, writer: RingWriter) -> None:
+        self.writer = writer
+        self.consumer_epoch = 0
+        """The epoch of the consumer that said Welcome last; 0 as long as none did."""
+        self._rung = 0
+        self._wish = 0
+        self._waiting = 0
+
+    def receive(self, data: bytes) -> list[bytes]:
+        """Take in one frame; returns the frames to send. Raises ProtocolError for what no consumer sends."""
+        frame = wire.decode(data)
+        if isinstance(frame, wire.Welcome):
+            _check_version(frame.version)
+            self.consumer_epoch = frame.epoch
+            self._rung = 0
+            return [wire.encode(wire.Hello(wire.VERSION, self.writer.segment.name))]
+        if isinstance(frame, wire.Space):
+            return []
+        raise ProtocolError(f"a consumer does not send {type(frame).__name__}")
+
+    def doorbell(self) -> bytes | None:
+        """The doorbell to ring, or None if the consumer is awake or rung for already.
+
+        Between a post and this call there has to be a full fence (rule 1); dropping the lock is one on most machines.
+        """
+        asleep = self.writer.asleep()
+        if asleep == 0 or asleep == self._rung:
+            return None
+        self._rung = asleep
+        self.writer.count_doorbell()
+        return wire.encode(wire.Doorbell(self.writer.position, self.writer.next_sequence))
+
+    def begin_wait(self) -> None:
+        """Count one more waiter for space."""
+        self._waiting += 1
+
+    def want_space(self) -> None:
+        """Ask to be woken by the next release. Try once more after this, and only then wait (rule 2)."""
+        self._wish += 1
+        self.writer.want_space(self._wish)
+
+    def end_wait(self) -> None:
+        """Count one waiter less; the last one takes the wish back."""
+        self._waiting -= 1
+        if not self._waiting:
+            self.writer.want_space(0)
+
+    def goodbye(self) -> bytes:
+        """The frame that says that the ring is drained and gone."""
+        return wire.encode(wire.Goodbye(self.writer.segment.name))
+
+
+class Rings(Protocol):
+    """Where a consumer finds the rings of its queue. ``fmq.rings`` is the real one."""
+
+    def names(self) -> list[str]:
+        """The names of all rings of the queue that are there."""
+
+    def attach(self, name: str, epoch: int) -> RingReader:
+        """Attach a ring. Raises a SegmentError for what can't be read as one, SegmentMissingError if it is gone."""
+
+    def remove(self, name: str) -> None:
+        """Remove a drained orphan and its spill segments."""
+
+
+class ConsumerProtocol:
+    """The consumer's side, over the readers of all rings of its queue.
+
+    ``decode`` makes a payload of (encoding, blob, views); ``released`` is what a message calls when it was given back
+    and somebody should ``reap``; ``report`` is told what was found and left out: a foreign file, a damaged ring.
+    """
+
+    def __init__(
+        self,
+        rings: Rings,
+        epoch: int,
+        decode: Callable[[int, bytes, list[Any]], Any],
+        released: Callable[[], None],
+        report: Callable[[Exception], None],
+    ) -> None:
+        self._rings = rings
+        self._epoch = epoch
+        self._decode = decode
+        self._released = released
+        self._report = report
+        self._sources: dict[str, Source] = {}
+        self._order: deque[Source] = deque()
+        self._refused: set[str] = set()
+        self._current: Source | None = None
+        self._turn = 0
+        self._sleeps = epoch
+
+    # -- frames -------------------------------------------------------------------------------------------------------
+
+    def receive(self, address: bytes, data: bytes) -> list[tuple[bytes, bytes]]:
+        """Take in one frame from ``address``; returns (address, frame) pairs to send. Raises ProtocolError."""
+        if not data:
+            self.discover()
+            return [(address, wire.encode(wire.Welcome(wire.VERSION, self._epoch)))]
+        frame = wire.decode(data)
+        if isinstance(frame, wire.Hello):
+            _check_version(frame.version)
+            if frame.ring not in self._sources:
+                self.discover()
+            if (source := self._sources.get(frame.ring)) is not None:
+                source.address = address
+        elif isinstance(frame, wire.Goodbye):
+            self.tidy()
+        elif not isinstance(frame, wire.Doorbell):
+            raise ProtocolError(f"a producer does not send {type(frame).__name__}")
+        return []
+
+    def spaces(self) -> list[tuple[bytes, bytes]]:
+        """The frames that wake producers which wait for space and have got some (rule 2)."""
+        fence.full()
+        frames = []
+        for source in self._order:
+            number = source.reader.wanted()
+            if number and source.address is not None:
+                source.reader.answered(number)
+                frames.append((source.address, wire.encode(wire.Space(number))))
+        return frames
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def take(self) -> Message | None:
+        """The next message of any ring, each in turn; None if there is none now.
+
+        Raises CorruptRecordError (the ring or the message is left out from then on) or DecodeError (the message is
+        done: it would fail again); either way the next call goes on with what is whole.
+        """
+        if self._turn:
+            self._turn -= 1
+            message = self._take_from(self._current)  # type: ignore[arg-type]
+            if message is not None:
+                return message
+        order = self._order
+        for _ in range(len(order)):
+            order.rotate(-1)
+            self._current = order[0]
+            self._turn = _TURN
+            message = self._take_from(self._current)
+            if message is not None:
+                return message
+        self._turn = 0
+        return None
+
+    def _take_from(self, source: Source) -> Message | None:
+        reader = source.reader
+        if reader.dropped:
+            reader.reap()
+        try:
+            taken = reader.take()
+        except CorruptRecordError:
+            self._leave_out(source)
+            raise
+        if taken is None:
+            return None
+        offset, sequence, encoding, buffers, blob, timestamp, deliveries = taken
+        if buffers == 0 and encoding == RAW:
+            return Message(blob, sequence, timestamp, deliveries, source, offset, None)
+        payload, lease = self._open(source, offset, encoding, buffers, blob)
+        return Message(payload, sequence, timestamp, deliveries, source, offset, lease)
+
+    def _open(self, source: Source, offset: int, encoding: int, buffers: int, blob: bytes) -> tuple[Any, Lease | None]:
+        reader = source.reader
+        lease = None
+        try:
+            if not buffers:
+                return self._decode(encoding, blob, []), None
+            views = reader.views(offset, len(blob), buffers)
+            lease = reader.lease(offset, views)
+            return self._decode(encoding, blob, views), lease
+        except BaseException:
+            if lease is None:
+                reader.free(offset)
+            else:
+                reader.finish(lease)
+            raise
+
+    def has_more(self) -> bool:
+        """Whether a ring has something to look at."""
+        return any(source.reader.has_more() for source in self._order)
+
+    def reap(self) -> None:
+        """Settle the messages and views that are gone."""
+        for source in self._order:
+            source.reader.reap()
+
+    # -- sleeping -----------------------------------------------------------------------------------------------------
+
+    def fall_asleep(self) -> bool:
+        """Ask every producer to ring. True if the consumer may sleep now, False if there is something to take."""
+        self._sleeps += 1
+        for source in self._order:
+            source.reader.sleep(self._sleeps)
+        fence.full()
+        return not self.has_more()
+
+    def wake_up(self) -> None:
+        """Say that no bell is needed any more."""
+        for source in self._order:
+            source.reader.sleep(0)
+
+    # -- rings --------------------------------------------------------------------------------------------------------
+
+    def discover(self) -> None:
+        """Attach the rings of the queue that are not attached yet."""
+        for name in self._rings.names():
+            if name in self._sources or name in self._refused:
+                continue
+            try:
+                reader = self._rings.attach(name, self._epoch)
+            except SegmentMissingError:
+                continue
+            except ShmqError as error:
+                self._refused.add(name)
+                self._report(error)
+                continue
+            source = Source(reader, self._released, self._decode)
+            self._sources[name] = source
+            self._order.append(source)
+
+    def tidy(self) -> None:
+        """Adopt the rings whose owners are gone, and remove those of them that are drained (rule 5)."""
+        for source in list(self._order):
+            reader = source.reader
+            reader.reap()
+            reader.tidy()
+            if not source.orphan:
+                source.orphan = reader.segment.adopt()
+            if source.orphan and not reader.has_more() and reader.pending() == 0:
+                self._rings.remove(reader.name)
+                self._forget(source)
+
+    def _leave_out(self, source: Source) -> None:
+        """Read a damaged ring no further; its file stays for whoever wants to look at it."""
+        self._refused.add(source.reader.name)
+        self._forget(source)
+
+    def _forget(self, source: Source) -> None:
+        self._order.remove(source)
+        self._turn = 0
+        del self._sources[source.reader.name]
+        source.reader.retire()
+
+    def held(self) -> list[str]:
+        """What is still looked into: a line for each ring with views that are alive."""
+        lines = []
+        for source in self._order:
+            source.reader.reap()
+            if leases := source.reader.held():
+                lines.append(f"{len(leases)} messages of producer {source.producer}")
+        return lines
+
+    def close(self) -> None:
+        """Let go of all rings; what was not released is the next consumer's. Raises ViewsHeldError while views live."""
+        self.tidy()
+        for source in list(self._order):
+            source.reader.close()
+            self._turn = 0
+            self._order.remove(source)
+            del self._sources[source.reader.name]
+
+
+def _check_version(version: int) -> None:
+    if version != wire.VERSION:
+        raise ProtocolError(
+            f"the peer speaks version {version} of the protocol, and this process {wire.VERSION}; run the same version "
+            "of shmq in all processes of a queue"
+        )

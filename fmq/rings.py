@@ -1,0 +1,44 @@
+"""The rings of one queue in the shared-memory directory: make, find, attach, remove."""
+
+from __future__ import annotations
+
+import secrets
+
+from fmq.paths import QueuePath
+from shmq import RingReader, RingWriter, Segment
+from shmq.segment import names, unlink
+from shmq.writer import check_ring_size
+
+
+class QueueRings:
+    """What a consumer sees of its queue's rings; implements ``fmq.protocol.Rings``."""
+
+    def __init__(self, path: QueuePath) -> None:
+        self._prefix = path.rings
+
+    def names(self) -> list[str]:
+        """The names of the rings that are there, their spill segments left out."""
+        return [name for name in names(self._prefix) if "." not in name[len(self._prefix) :]]
+
+    def attach(self, name: str, epoch: int) -> RingReader:
+        """Attach a ring for reading. Raises a SegmentError or a CorruptRecordError."""
+        segment = Segment.attach(name)
+        try:
+            return RingReader(segment, epoch=epoch)
+        except BaseException:
+            segment.close()
+            raise
+
+    def remove(self, name: str) -> None:
+        """Remove a ring and its spill segments."""
+        unlink(name)
+        for spill in names(f"{name}."):
+            unlink(spill)
+
+
+def create_ring(path: QueuePath, ring_size: int, spill_limit: int) -> RingWriter:
+    """A new ring of a queue, under a name of its own, owned by this process. Raises a SegmentError."""
+    check_ring_size(ring_size)
+    ring_id = secrets.token_bytes(16)
+    segment = Segment.create(path.rings + ring_id[:8].hex(), ring_size, ring_id=ring_id)
+    return RingWriter(segment, spill_limit=spill_limit)
