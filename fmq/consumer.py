@@ -239,7 +239,13 @@ class Consumer(ConsumerBase):
         Raises QueueEmptyError, ClosedError, and for a message that can't be had CorruptRecordError or DecodeError; such
         a message is done, and the next call gives the one after it.
         """
-        message = self._take()
+        # As in _take, whose call would cost 0.1 us.
+        lock = self._lock
+        lock.acquire()
+        try:
+            message = self._take_one()
+        finally:
+            lock.release()
         if message is not None:
             return message
         deadline = deadline_of(timeout)

@@ -16,6 +16,8 @@ import zmq
 _LINGER_MS = 100
 """How long closing may take for a Goodbye that is still on its way."""
 _RECONNECT_MS = 50
+_QUEUED = 16
+"""How many frames of a producer may wait for a consumer to come; more would say nothing new."""
 
 
 class _Bell:
@@ -37,17 +39,16 @@ class _Bell:
 
 
 class ProducerBell(_Bell):
-    """The producer's end: a DEALER that announces each connection and never queues for one that is not there."""
+    """The producer's end: a DEALER. What it sends before anybody is there waits for the first who comes."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(zmq.DEALER)
-        self._socket.setsockopt(zmq.PROBE_ROUTER, 1)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.SNDHWM, _QUEUED)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.connect(endpoint)
 
     def send(self, frame: bytes) -> bool:
-        """Send a frame; False if nobody is connected or the pipe is full."""
+        """Send a frame; False if too many wait already for somebody to come."""
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:

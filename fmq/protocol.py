@@ -6,9 +6,8 @@ arrived. Frames only wake. So any frame may be lost, late or doubled, and either
 ::
 
     producer                                     consumer
-       |  (probe)  ------------------------------->  |    a connection was made, or made again
-       |  <-------------------------------- Welcome  |
        |  Hello  --------------------------------->  |    attach that ring, if not done; space goes to this address
+       |  <-------------------------------- Welcome  |    done, or why not
        |  Doorbell  ------------------------------>  |    only if the consumer raised ``asleep``, once for each sleep
        |  <---------------------------------- Space  |    only if the producer raised ``wanted``, once for each wish
        |  Goodbye  ------------------------------->  |    the ring is drained and its name is gone
@@ -22,7 +21,9 @@ Rules
         thousand puts from ringing a thousand bells.
     4.  A consumer finds rings by what says Hello and by looking through the shared-memory directory: a producer that
         died, or that is busy elsewhere, need not say anything for its messages to be found.
-    5.  A ring whose owner is dead is adopted (its lock taken), drained, and removed.
+    5.  The consumer writes its epoch into each ring that it attaches. A producer that finds another epoch there than
+        it last said Hello to, says Hello again: that is how it meets a consumer that was restarted.
+    6.  A ring whose owner is dead is adopted (its lock taken), drained, and removed.
 
 Both classes are driven by one thread at a time; the front ends hold a lock around every call.
 """
@@ -56,35 +57,43 @@ class ProducerProtocol:
 
     def __init__(self, writer: RingWriter) -> None:
         self.writer = writer
-        self.consumer_epoch = 0
-        """The epoch of the consumer that said Welcome last; 0 as long as none did."""
+        self.problem = ""
+        """Why the consumer can't read this ring; empty if nothing is known to be wrong."""
+        self._greeted = 0
         self._rung = 0
         self._wish = 0
         self._waiting = 0
 
-    def receive(self, data: bytes) -> list[bytes]:
-        """Take in one frame; returns the frames to send. Raises ProtocolError for what no consumer sends."""
+    def hello(self) -> bytes:
+        """The frame to begin with."""
+        return wire.encode(wire.Hello(wire.VERSION, self.writer.segment.name))
+
+    def receive(self, data: bytes) -> None:
+        """Take in one frame. Raises ProtocolError for what no consumer sends."""
         frame = wire.decode(data)
         if isinstance(frame, wire.Welcome):
             _check_version(frame.version)
-            self.consumer_epoch = frame.epoch
-            self._rung = 0
-            return [wire.encode(wire.Hello(wire.VERSION, self.writer.segment.name))]
-        if isinstance(frame, wire.Space):
-            return []
-        raise ProtocolError(f"a consumer does not send {type(frame).__name__}")
+            self.problem = frame.problem
+        elif not isinstance(frame, wire.Space):
+            raise ProtocolError(f"a consumer does not send {type(frame).__name__}")
 
-    def doorbell(self) -> bytes | None:
-        """The doorbell to ring, or None if the consumer is awake or rung for already.
+    def frames(self) -> list[bytes]:
+        """What is to be sent now: Hello to a consumer that is new, a Doorbell to one that sleeps (rules 1, 3 and 5).
 
-        Between a post and this call there has to be a full fence (rule 1); dropping the lock is one on most machines.
+        Between a post and this call there has to be a full fence; dropping the lock is one on most machines.
         """
-        asleep = self.writer.asleep()
-        if asleep == 0 or asleep == self._rung:
-            return None
-        self._rung = asleep
-        self.writer.count_doorbell()
-        return wire.encode(wire.Doorbell(self.writer.position, self.writer.next_sequence))
+        writer = self.writer
+        frames = []
+        epoch = writer.consumer_epoch()
+        if epoch != self._greeted:
+            self._greeted = epoch
+            frames.append(self.hello())
+        asleep = writer.asleep()
+        if asleep and asleep != self._rung:
+            self._rung = asleep
+            writer.count_doorbell()
+            frames.append(wire.encode(wire.Doorbell(writer.segment.name, writer.position, writer.next_sequence)))
+        return frames
 
     def begin_wait(self) -> None:
         """Count one more waiter for space."""
@@ -141,7 +150,7 @@ class ConsumerProtocol:
         self._report = report
         self._sources: dict[str, Source] = {}
         self._order: deque[Source] = deque()
-        self._refused: set[str] = set()
+        self._refused: dict[str, str] = {}
         self._current: Source | None = None
         self._turn = 0
         self._sleeps = epoch
@@ -150,20 +159,22 @@ class ConsumerProtocol:
 
     def receive(self, address: bytes, data: bytes) -> list[tuple[bytes, bytes]]:
         """Take in one frame from ``address``; returns (address, frame) pairs to send. Raises ProtocolError."""
-        if not data:
-            self.discover()
-            return [(address, wire.encode(wire.Welcome(wire.VERSION, self._epoch)))]
         frame = wire.decode(data)
-        if isinstance(frame, wire.Hello):
-            _check_version(frame.version)
-            if frame.ring not in self._sources:
-                self.discover()
-            if (source := self._sources.get(frame.ring)) is not None:
-                source.address = address
-        elif isinstance(frame, wire.Goodbye):
+        if isinstance(frame, wire.Goodbye):
             self.tidy()
-        elif not isinstance(frame, wire.Doorbell):
+            return []
+        if not isinstance(frame, wire.Hello | wire.Doorbell):
             raise ProtocolError(f"a producer does not send {type(frame).__name__}")
+        if frame.ring not in self._sources:
+            self.discover()
+        source = self._sources.get(frame.ring)
+        if source is not None:
+            source.address = address
+        if isinstance(frame, wire.Hello):
+            problem = (
+                "" if source is not None else self._refused.get(frame.ring, "it is not there")
+            )
+            return [(address, wire.encode(wire.Welcome(wire.VERSION, problem)))]
         return []
 
     def spaces(self) -> list[tuple[bytes, bytes]]:
@@ -185,9 +196,10 @@ class ConsumerProtocol:
         Raises CorruptRecordError (the ring or the message is left out from then on) or DecodeError (the message is
         done: it would fail again); either way the next call goes on with what is whole.
         """
-        if self._turn:
+        source = self._current
+        if source is not None and self._turn:
             self._turn -= 1
-            message = self._take_from(self._current)  # type: ignore[arg-type]
+            message = self._take_from(source)
             if message is not None:
                 return message
         order = self._order
@@ -207,8 +219,8 @@ class ConsumerProtocol:
             reader.reap()
         try:
             taken = reader.take()
-        except CorruptRecordError:
-            self._leave_out(source)
+        except CorruptRecordError as error:
+            self._leave_out(source, error)
             raise
         if taken is None:
             return None
@@ -270,7 +282,7 @@ class ConsumerProtocol:
             except SegmentMissingError:
                 continue
             except ShmqError as error:
-                self._refused.add(name)
+                self._refused[name] = str(error)
                 self._report(error)
                 continue
             source = Source(reader, self._released, self._decode)
@@ -278,7 +290,7 @@ class ConsumerProtocol:
             self._order.append(source)
 
     def tidy(self) -> None:
-        """Adopt the rings whose owners are gone, and remove those of them that are drained (rule 5)."""
+        """Adopt the rings whose owners are gone, and remove those of them that are drained (rule 6)."""
         for source in list(self._order):
             reader = source.reader
             reader.reap()
@@ -289,9 +301,9 @@ class ConsumerProtocol:
                 self._rings.remove(reader.name)
                 self._forget(source)
 
-    def _leave_out(self, source: Source) -> None:
+    def _leave_out(self, source: Source, error: Exception) -> None:
         """Read a damaged ring no further; its file stays for whoever wants to look at it."""
-        self._refused.add(source.reader.name)
+        self._refused[source.reader.name] = str(error)
         self._forget(source)
 
     def _forget(self, source: Source) -> None:

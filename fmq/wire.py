@@ -1,7 +1,4 @@
-"""The frames that producer and consumer exchange, in msgpack: an array that begins with the kind.
-
-An empty frame is what a DEALER socket with PROBE_ROUTER sends by itself when it has been connected.
-"""
+"""The frames that producer and consumer exchange, in msgpack: an array that begins with the kind."""
 
 from __future__ import annotations
 
@@ -12,23 +9,24 @@ from fmq.errors import ProtocolError
 VERSION = 1
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Consumer to producer: who is there. ``epoch`` tells one life of the consumer from the next."""
-
-    version: int
-    epoch: int
-
-
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Producer to consumer: the name of the segment that holds its ring."""
 
     version: int
     ring: str
 
 
-class Doorbell(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Producer to consumer: records up to this position, messages up to this sequence are ready."""
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Consumer to producer: the ring is attached, or what is wrong with it (``problem``, else empty)."""
 
+    version: int
+    problem: str
+
+
+class Doorbell(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Producer to consumer: in this ring, records up to this position, messages up to this sequence are ready."""
+
+    ring: str
     position: int
     sequence: int
 
@@ -45,7 +43,7 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=5):
     ring: str
 
 
-Frame = Welcome | Hello | Doorbell | Space | Goodbye
+Frame = Hello | Welcome | Doorbell | Space | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)

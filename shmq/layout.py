@@ -45,7 +45,7 @@ A record::
                                                             is a multiple of 64, so it begins at bit 16
     extra      = JUMP: the offset at which the chain goes on
                  MESSAGE: number of references << 8 | encoding
-    deliveries = how often a consumer was handed the message; written by the consumer
+    deliveries = how often a consumer was handed the message and died with it; written by the next consumer
 
 ``length`` is what the record takes of the position count: header, body and unused bytes; for a JUMP all that it stands
 for. The body of a MESSAGE is its blob, then (aligned to 8) one reference of four words for each buffer, then (aligned

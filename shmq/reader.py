@@ -46,6 +46,7 @@ from shmq.layout import (
     IN_SPILL,
     JUMP,
     MESSAGE,
+    NEW_RECORD,
     PAYLOAD,
     PENDING,
     RECORD,
@@ -134,7 +135,7 @@ class RingReader:
                 return None
             offset = self._offset
             at = HEADER_BYTES + offset
-            _, word, sequence, body, timestamp, expires, extra, deliveries = RECORD.unpack_from(memory, at)
+            _, word, sequence, body, timestamp, expires, extra, deliveries, release = NEW_RECORD.unpack_from(memory, at)
             if not TOTAL_STORE_ORDER:
                 fence.observe()
             # If the position stands after all else was read, then nothing had been written over the header before.
@@ -142,13 +143,16 @@ class RingReader:
                 self._find_again(position)
                 continue
             length = word >> 10
-            end = offset + length
             if word & _KIND_AND_STATE != _MESSAGE:
                 self._pass(position, offset, word)
                 continue
             buffers = extra >> 8
-            needed = RECORD_BYTES + body + (REFERENCE.size * buffers + 7 if buffers else 0)
-            if needed > length or end + RECORD_BYTES > self.size or length % ALIGN or position + length > self._head:
+            end = offset + length
+            if (
+                RECORD_BYTES + body + REFERENCE.size * buffers > length
+                or end + RECORD_BYTES > self.size
+                or position + length > self._head
+            ):
                 raise self._corrupt(
                     position,
                     f"a message of {length} bytes at offset {offset} with a body of {body} and {buffers} buffers",
@@ -156,22 +160,28 @@ class RingReader:
             self._looks = 0
             self._position = position + length
             self._offset = end
-            release = at + RELEASE_BYTE
-            state = memory[release]
-            if state != PENDING and state != TAKEN:
-                if state == DONE:
-                    memory[release] = FREE
-                continue
-            if expires and expires <= time.monotonic_ns():
-                memory[release] = FREE
-                words[EXPIRED_COUNT] += 1
-                continue
-            words[(at >> 3) + DELIVERIES_WORD] = deliveries + 1
-            memory[release] = TAKEN
-            if state == TAKEN:
-                words[REDELIVERED_COUNT] += 1
+            if release & 0xFF or expires:
+                if not self._deliverable(offset, release & 0xFF, expires):
+                    continue
+                if release & 0xFF == TAKEN:
+                    deliveries += 1
+                    words[(at >> 3) + DELIVERIES_WORD] = deliveries
+                    words[REDELIVERED_COUNT] += 1
+            memory[at + RELEASE_BYTE] = TAKEN
             at += RECORD_BYTES
             return offset, sequence, extra & 0xFF, buffers, memory[at : at + body], timestamp, deliveries
+
+    def _deliverable(self, offset: int, state: int, expires: int) -> bool:
+        """Whether a message that is not simply new is to be handed out; what only waits to be freed is freed."""
+        if state == DONE:
+            self.free(offset)
+        if state != PENDING and state != TAKEN:
+            return False
+        if expires and expires <= time.monotonic_ns():
+            self.free(offset)
+            self._words[EXPIRED_COUNT] += 1
+            return False
+        return True
 
     def has_more(self) -> bool:
         """Whether ``take`` has something to look at. Costs one load."""

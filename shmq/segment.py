@@ -31,7 +31,9 @@ from shmq.errors import (
 )
 
 DIRECTORY = "/dev/shm"
-MAX_NAME_BYTES = 250
+MAKING = "making-"
+"""What the name of a segment begins with until it is whole."""
+MAX_NAME_BYTES = 240
 
 _KINDS = {layout.RING_MAGIC: "ring", layout.SPILL_MAGIC: "spill segment"}
 
@@ -67,28 +69,28 @@ class Segment:
             )
         size = layout.HEADER_BYTES + layout.align(payload_bytes, layout.PAGE)
         _check_space(name, size)
+        # Made under another name and linked when it is whole: nobody ever sees half a segment under its own name.
+        making = MAKING + name
         try:
-            handle = posix_ipc.SharedMemory("/" + name, flags=posix_ipc.O_CREX, mode=0o600, size=0)
+            handle = posix_ipc.SharedMemory("/" + making, flags=posix_ipc.O_CREX, mode=0o600, size=0)
         except posix_ipc.ExistentialError:
-            raise SegmentExistsError(f"segment {name} exists already; choose another name") from None
+            raise SegmentExistsError(f"segment {name} is being made by somebody else; choose another name") from None
         except OSError as error:
             raise SegmentError(f"segment {name} can't be created in {DIRECTORY}: {error}") from error
         try:
-            with contextlib.closing(_Descriptor(handle.fd)) as descriptor:
-                lock_fd = _open(name)
+            with _Descriptor(handle.fd) as fd, _Descriptor(_open(making)) as lock:
+                if not _lock(lock.fd) or os.fstat(lock.fd).st_nlink == 0:
+                    raise SegmentError(f"segment {name} was taken for an orphan while it was made; try again")
+                _allocate(name, fd.fd, size)
+                segment = cls(name, _map(fd.fd, size), size, lock.detach())
+                segment._write_identity(magic, payload_bytes, ring_id)
                 try:
-                    if not _lock(lock_fd) or os.fstat(lock_fd).st_nlink == 0:
-                        raise SegmentError(f"segment {name} was taken for an orphan while it was made; try again")
-                    _allocate(name, descriptor.fd, size)
-                    memory = _map(descriptor.fd, size)
-                except BaseException:
-                    os.close(lock_fd)
-                    raise
-        except BaseException:
-            unlink(name)
-            raise
-        segment = cls(name, memory, size, lock_fd)
-        segment._write_identity(magic, payload_bytes, ring_id)
+                    os.link(os.path.join(DIRECTORY, making), os.path.join(DIRECTORY, name))
+                except FileExistsError:
+                    segment.close()
+                    raise SegmentExistsError(f"segment {name} exists already; choose another name") from None
+        finally:
+            unlink(making)
         return segment
 
     @classmethod
@@ -97,21 +99,17 @@ class Segment:
 
         Raises SegmentMissingError, ForeignSegmentError, LayoutVersionError or TruncatedSegmentError.
         """
-        fd = _open(name)
-        try:
-            size = os.fstat(fd).st_size
+        with _Descriptor(_open(name)) as lock:
+            size = os.fstat(lock.fd).st_size
             if size < layout.HEADER_BYTES:
                 raise TruncatedSegmentError(
                     f"segment {name} has {size} bytes, and its header alone takes {layout.HEADER_BYTES}; "
-                    "it was cut short or never finished: `shmq gc` removes it once its owner is gone"
+                    "it was cut short, and can't be read"
                 )
             # Through a description of its own: a mapping keeps one, and in a forked child that would keep the lock.
-            with contextlib.closing(_Descriptor(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))) as again:
+            with _Descriptor(os.open(f"/proc/self/fd/{lock.fd}", os.O_RDWR | os.O_CLOEXEC)) as again:
                 memory = _map(again.fd, size)
-        except BaseException:
-            os.close(fd)
-            raise
-        segment = cls(name, memory, size, fd)
+            segment = cls(name, memory, size, lock.detach())
         try:
             segment._check_identity(magic)
         except BaseException:
@@ -210,11 +208,21 @@ class Segment:
 
 
 class _Descriptor:
+    """Closes a file descriptor at the end of its block, unless it was detached."""
+
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
-    def close(self) -> None:
-        os.close(self.fd)
+    def detach(self) -> int:
+        fd, self.fd = self.fd, -1
+        return fd
+
+    def __enter__(self) -> _Descriptor:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 def unlink(name: str) -> bool:

@@ -40,6 +40,7 @@ from shmq.layout import (
     DESCRIPTOR_WORD,
     DONE,
     DOORBELLS,
+    EPOCH,
     EXTRA_WORD,
     FOLDS,
     FREE,
@@ -385,6 +386,10 @@ class RingWriter:
     def asleep(self) -> int:
         """The number that a sleeping reader raised to have the bell rung, or 0 while it is awake."""
         return self._words[ASLEEP]
+
+    def consumer_epoch(self) -> int:
+        """The epoch of the reader that attached the ring last, 0 if none did."""
+        return self._words[EPOCH]
 
     @property
     def position(self) -> int:
