@@ -18,8 +18,8 @@ an index is an int, from 0.
       6   DICT        packed array [key, value, key, value, ...]: a dict with keys that msgpack lacks
       7   INT         little-endian two's complement of any length: an int below -2**63 or above 2**64 - 1
       8   DATETIME    packed [ISO 8601 string, fold]: a naive datetime, or one in another time zone (its offset is kept)
-      9   SCALAR      packed [dtype tag, bin]: a numpy scalar; with the tags ``S`` and ``U`` the bin is the string itself,
-                      for ``U`` in UTF-8
+      9   SCALAR      packed [dtype tag, bin]: a numpy scalar; with the tag ``S`` the bin is a string of bytes itself,
+                      with ``U`` a str in UTF-8
 
 A buffer is the elements of an array in C order, or the bytes. The tags are those of ``fmq.arrays``.
 
@@ -33,8 +33,7 @@ All functions may be called from any thread, and at once; the caller must not ch
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from datetime import datetime, timezone
 from types import MappingProxyType
@@ -43,9 +42,8 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
-from numpy.typing import NDArray
 
-from fmq.arrays import address_of, copy_buffer, dtype_of, from_tensor, tag_of
+from fmq.arrays import Array, Buffer, Buffers, array_over, copy_buffer, from_tensor, scalar_from, tag_of
 from fmq.errors import DecodeError, DTypeError, EncodeError
 
 __all__ = [
@@ -64,9 +62,9 @@ OUT_OF_BAND: Final = 4096
 """bytes and bytearrays of at least so many bytes leave the blob. Arrays and memoryviews always do, unless empty."""
 
 MAX_DEPTH: Final = 500
-"""Levels of nesting. A tuple counts twice, and so does a dict with keys that msgpack lacks: decoding one takes two calls.
+"""Levels of nesting. A tuple counts twice, and so does a dict with keys that msgpack lacks: two calls to decode them.
 
-Half of the interpreter's default recursion limit, so that who can encode a message can count on its being decoded.
+Half of the interpreter's default recursion limit, so that a message that was encoded can be decoded too.
 """
 
 ARRAY: Final = 1
@@ -83,9 +81,6 @@ _NUMBERS: Final = frozenset({float, bool, type(None)})
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _KEYS: Final = _SCALARS | {bytes}
 
-Array = NDArray[Any]
-Buffer = NDArray[np.uint8]
-
 
 class Encoded(NamedTuple):
     """A message as it travels.
@@ -98,26 +93,10 @@ class Encoded(NamedTuple):
     buffers: list[Array]
 
 
-class _ArrayHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    index: int | None
-    dtype: str
-    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
-
-
-class _ScalarHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    dtype: str
-    data: bytes
-
-
-class _DatetimeHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    iso: str
-    fold: bool
-
-
 _pack = msgspec.msgpack.Encoder().encode
-_unpack_array = msgspec.msgpack.Decoder(_ArrayHeader).decode
-_unpack_scalar = msgspec.msgpack.Decoder(_ScalarHeader).decode
-_unpack_datetime = msgspec.msgpack.Decoder(_DatetimeHeader).decode
+_unpack_array = msgspec.msgpack.Decoder(tuple[int | None, str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]]).decode
+_unpack_scalar = msgspec.msgpack.Decoder(tuple[str, bytes]).decode
+_unpack_datetime = msgspec.msgpack.Decoder(tuple[str, bool]).decode
 _unpack_index = msgspec.msgpack.Decoder(int).decode
 _unpack_index_or_bytes = msgspec.msgpack.Decoder(int | bytes).decode
 
@@ -132,7 +111,7 @@ def encode(obj: Any) -> Encoded:
     and host tensors with ``__dlpack__``. No array is copied here. One that occurs twice is stored once. msgspec Structs
     are encoded as msgspec does. Subclasses of these types are refused, since they would arrive as something else.
 
-    Raises EncodeError, which names the path in the tree; DTypeError, which is one, for an array whose dtype can't travel.
+    Raises EncodeError, which names the path in the tree. For an array whose dtype can't travel it is a DTypeError.
     """
     try:
         try:
@@ -151,7 +130,7 @@ def encode(obj: Any) -> Encoded:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Whether msgpack has all of it. Leaves to msgspec to find ints that are too large and strings that are not Unicode."""
+    """Whether msgpack has all of it, but for too large ints and invalid strings, which msgspec finds itself."""
     kind = type(value)
     if kind in _SCALARS:
         return True
@@ -190,123 +169,73 @@ class _Writer:
     ``thorough`` looks at each int and each string as well. One call deep for each level of the tree.
     """
 
-    __slots__ = ("_alike", "_by_address", "_by_id", "_passed", "_path", "_thorough", "buffers")
+    __slots__ = ("_buffers", "_passed", "_path", "_thorough")
 
     def __init__(self, thorough: bool) -> None:
-        self.buffers: list[Array] = []
+        self._buffers = Buffers()
         self._thorough = thorough
         self._passed = _NUMBERS if thorough else _SCALARS
         self._path: list[Any] = []
-        self._by_id: dict[int, int] = {}
-        self._by_address: dict[tuple[int, Any], int] = {}
-        self._alike: dict[Any, int] = {}
 
     def encode(self, obj: Any) -> Encoded:
         blob = _pack(_WRITERS.get(type(obj), _Writer._other)(self, obj, 1))
-        return Encoded(blob, self.buffers)
+        return Encoded(blob, self._buffers.arrays)
 
-    # -- containers ---------------------------------------------------------------------------------------------------
-
-    def _list(self, value: Sequence[Any], depth: int) -> Sequence[Any]:
-        self._check_depth(depth)
-        passed = self._passed
-        if passed.issuperset(map(type, value)):
-            return value
-        path = self._path
-        path.append(None)
-        result = value
-        for index, item in enumerate(value):
-            kind = type(item)
-            if kind in passed:
-                continue
-            path[-1] = index
-            written = _WRITERS.get(kind, _Writer._other)(self, item, depth + 1)
-            if written is not item:
-                if result is value:
-                    result = list(value)
-                result[index] = written  # type: ignore[index]
-        path.pop()
-        return result
-
-    def _tuple(self, value: tuple[Any, ...], depth: int) -> Ext:
-        return Ext(TUPLE, _pack(self._list(value, depth + 1)))
-
-    def _dict(self, value: dict[Any, Any], depth: int) -> Any:
-        odd = self._has_odd_keys(value)
+    def _container(self, value: Any, depth: int) -> Any:
+        """What stands for a dict, list, tuple or Struct. One method for all: one call for each level of the tree."""
+        kind = type(value)
+        odd = kind is tuple or (kind is dict and self._has_odd_keys(value))
         depth += odd
         self._check_depth(depth)
         passed = self._passed
+        items: Iterable[tuple[Any, Any]]
+        if kind is dict:
+            items = value.items()
+        elif kind is not list and kind is not tuple:
+            items = [(name, getattr(value, name, msgspec.UNSET)) for name in value.__struct_fields__]
+            passed = passed | {msgspec.UnsetType}
+        else:
+            items = () if passed.issuperset(map(type, value)) else enumerate(value)
         path = self._path
         path.append(None)
-        result = value
-        for key, item in value.items():
-            kind = type(item)
-            if kind in passed:
-                continue
-            path[-1] = key
-            written = _WRITERS.get(kind, _Writer._other)(self, item, depth + 1)
-            if written is not item:
-                if result is value:
-                    result = dict(value)
-                result[key] = written
-        if odd:
-            pairs: list[Any] = []
-            for key, item in result.items():
+        changed = {}
+        for key, item in items:
+            if (of := type(item)) not in passed:
                 path[-1] = key
-                pairs += (self._key(key, depth), item)
-            path.pop()
-            return Ext(DICT, _pack(pairs))
+                written = _WRITERS.get(of, _Writer._other)(self, item, depth + 1)
+                if written is not item:
+                    changed[key] = written
         path.pop()
-        return result
-
-    def _struct(self, value: Any, depth: int) -> Any:
-        self._check_depth(depth)
-        path = self._path
-        path.append(None)
-        result = value
-        for name in value.__struct_fields__:
-            item = getattr(value, name, msgspec.UNSET)
-            kind = type(item)
-            if kind in self._passed or item is msgspec.UNSET:
-                continue
-            path[-1] = name
-            written = _WRITERS.get(kind, _Writer._other)(self, item, depth + 1)
-            if written is not item:
-                if result is value:
-                    # Still a Struct, so that msgspec sees to its tag, its renames and its defaults.
-                    result = copy(value)
-                msgspec.structs.force_setattr(result, name, written)
-        path.pop()
-        return result
+        if odd:
+            return self._pairs(value | changed, depth) if kind is dict else Ext(TUPLE, _pack(_replace(value, changed)))
+        return _replace(value, changed) if changed else value
 
     def _has_odd_keys(self, value: dict[Any, Any]) -> bool:
         if not _KEYS.issuperset(map(type, value)):
             return True
-        if not self._thorough:
-            return False
-        self._path.append(None)
-        odd = False
-        for key in value:
-            self._path[-1] = key
-            odd = odd or self._key(key, 0) is not key
-        self._path.pop()
-        return odd
+        return self._thorough and any([self._key(key, 0) is not key for key in value])
+
+    def _pairs(self, value: dict[Any, Any], depth: int) -> Ext:
+        pairs: list[Any] = []
+        for key, item in value.items():
+            pairs += (self._key(key, depth), item)
+        return Ext(DICT, _pack(pairs))
 
     def _key(self, key: Any, depth: int) -> Any:
         kind = type(key)
-        if kind is tuple:
-            self._check_depth(depth + 2)
-            written = []
-            for item in key:
-                written.append(self._key(item, depth + 2))
-            return Ext(TUPLE, _pack(written))
         if kind is bytes or kind in self._passed:
             return key
-        if kind in _SCALARS or kind is datetime or isinstance(key, np.generic):
-            return _WRITERS.get(kind, _Writer._other)(self, key, depth)
-        raise self._error(
-            f"{kind.__name__} can't be encoded as a dict key; use a str, a number, bytes or a tuple of them"
-        )
+        if kind is tuple:
+            self._check_depth(depth + 2)
+            return Ext(TUPLE, _pack([self._key(item, depth + 2) for item in key]))
+        self._path.append(key)
+        if kind not in _SCALARS and kind is not datetime and not isinstance(key, np.generic):
+            raise self._error(
+                f"{kind.__name__} can't be a dict key here; use a str, a number, bytes or a tuple of these"
+            )
+        written = _WRITERS.get(kind, _Writer._other)(self, key, depth)
+        self._path.pop()
+        return written
 
     # -- leaves -------------------------------------------------------------------------------------------------------
 
@@ -326,11 +255,15 @@ class _Writer:
         return value
 
     def _bytes(self, value: bytes, depth: int) -> Any:
-        return value if len(value) < OUT_OF_BAND else Ext(BYTES, _pack(self._add(np.frombuffer(value, np.uint8))))
+        return (
+            value
+            if len(value) < OUT_OF_BAND
+            else Ext(BYTES, _pack(self._buffers.append(np.frombuffer(value, np.uint8))))
+        )
 
     def _bytearray(self, value: bytearray, depth: int) -> Ext:
         small = len(value) < OUT_OF_BAND
-        return Ext(BYTEARRAY, _pack(value if small else self._add(np.frombuffer(value, np.uint8))))
+        return Ext(BYTEARRAY, _pack(value if small else self._buffers.append(np.frombuffer(value, np.uint8))))
 
     def _memoryview(self, value: memoryview, depth: int) -> Ext:
         try:
@@ -339,7 +272,7 @@ class _Writer:
                     f"a memoryview of format {value.format!r} with {value.ndim} dimensions can't be encoded; send "
                     "np.asarray(view), or view.cast('B')"
                 )
-            return Ext(MEMORYVIEW, _pack(self._add(np.asarray(value)) if value.nbytes else b""))
+            return Ext(MEMORYVIEW, _pack(self._buffers.append(np.asarray(value)) if value.nbytes else b""))
         except ValueError as error:
             raise self._error(f"the memoryview can't be read: {error}") from error
 
@@ -350,11 +283,7 @@ class _Writer:
 
     def _array(self, value: Array, depth: int) -> Ext:
         tag = self._tag(value.dtype)
-        if not value.nbytes:
-            return Ext(ARRAY, _pack((None, tag, value.shape)))
-        index = self._by_id.get(id(value))
-        if index is None:
-            index = self._by_id[id(value)] = self._find(value, tag)
+        index = self._buffers.add(value, tag) if value.nbytes else None
         return Ext(ARRAY, _pack((index, tag, value.shape)))
 
     def _scalar(self, value: np.generic) -> Ext:
@@ -364,12 +293,26 @@ class _Writer:
             return Ext(SCALAR, _pack(("S", bytes(value))))
         return Ext(SCALAR, _pack((self._tag(value.dtype), value.tobytes())))
 
+    def _tensor(self, value: Any, depth: int) -> Ext:
+        try:
+            return self._array(from_tensor(value), depth)
+        except DTypeError:
+            raise
+        except EncodeError as error:
+            raise self._error(str(error)) from error.__cause__
+
+    def _tag(self, dtype: np.dtype[Any]) -> str:
+        try:
+            return tag_of(dtype)
+        except DTypeError as error:
+            raise DTypeError(f"{self._where()}: {error}") from None
+
     def _other(self, value: Any, depth: int) -> Any:
         kind = type(value)
         if isinstance(value, np.generic):
             return self._scalar(value)
         if isinstance(value, msgspec.Struct):
-            return self._struct(value, depth)
+            return self._container(value, depth)
         if isinstance(value, np.ma.MaskedArray):
             raise self._error("a masked array would lose its mask; send .filled(), or .data and .mask as two arrays")
         if kind is np.memmap:
@@ -377,52 +320,19 @@ class _Writer:
         if isinstance(value, np.ndarray):
             raise self._error(f"{kind.__name__} would arrive as a plain array; send np.asarray() of it")
         if hasattr(kind, "__dlpack__"):
-            try:
-                return self._array(from_tensor(value), depth)
-            except DTypeError:
-                raise
-            except EncodeError as error:
-                raise self._error(str(error)) from error
+            return self._tensor(value, depth)
         for base in _WRITERS:
             if isinstance(value, base):
                 raise self._error(
-                    f"{kind.__name__} can't be encoded; it is a subclass of {base.__name__} and would arrive as a plain one; "
-                    "convert it before"
+                    f"{kind.__name__} can't be encoded; as a subclass of {base.__name__} it would arrive as a plain one; "
+                    f"convert it to {base.__name__} before"
                 )
         raise self._error(
-            f"{kind.__name__} can't be encoded; convert it to a supported type (dict, list, tuple, str, bytes, int, float, "
-            "bool, None, datetime, a numpy array or a msgspec.Struct)"
+            f"{kind.__name__} can't be encoded; convert it to a supported type (dict, list, tuple, str, bytes, int, "
+            "float, bool, None, datetime, a numpy array or a msgspec.Struct)"
         )
 
-    # -- buffers and errors -------------------------------------------------------------------------------------------
-
-    def _add(self, array: Array) -> int:
-        self.buffers.append(array)
-        return len(self.buffers) - 1
-
-    def _find(self, array: Array, tag: str) -> int:
-        """The index of the buffer with the same elements at the same place, or of a new one."""
-        layout = (tag, array.shape, array.strides)
-        first = self._alike.get(layout)
-        if first is None:
-            index = self._alike[layout] = self._add(array)
-            return index
-        # Only now, for an address takes 0.9 us and a layout 0.2.
-        self._by_address.setdefault((address_of(self.buffers[first]), layout), first)
-        place = (address_of(array), layout)
-        found = self._by_address.get(place)
-        if found is None:
-            found = self._by_address[place] = self._add(array)
-        return found
-
-    def _tag(self, dtype: np.dtype[Any]) -> str:
-        tag = tag_of(dtype)
-        if tag is None:
-            raise DTypeError(
-                f"{self._where()}: an array of dtype {dtype} can't be encoded; send one array for each field of a structured "
-                "one, astype('U') for strings, a list for objects, native byte order for ml_dtypes"
-            )
-        return tag
+    # -- errors -------------------------------------------------------------------------------------------------------
 
     def _check_depth(self, depth: int) -> None:
         if depth > MAX_DEPTH:
@@ -437,6 +347,22 @@ class _Writer:
         return "$" + "".join(map(_step, head)) + ("..." + "".join(map(_step, tail)) if tail else "")
 
 
+def _replace(value: Any, changed: dict[Any, Any]) -> Any:
+    """A copy of a container with some of its items replaced; of a tuple, a list."""
+    if isinstance(value, dict):
+        return value | changed
+    if isinstance(value, msgspec.Struct):
+        # Still a Struct, so that msgspec sees to its tag, its renames and its defaults.
+        value = copy(value)
+        for name, item in changed.items():
+            msgspec.structs.force_setattr(value, name, item)
+        return value
+    items = list(value)
+    for index, item in changed.items():
+        items[index] = item
+    return items
+
+
 def _step(key: Any) -> str:
     if type(key) is str and key.isidentifier():
         return f".{key}"
@@ -446,14 +372,11 @@ def _step(key: Any) -> str:
 
 _WRITERS: Final[Mapping[type, Callable[[_Writer, Any, int], Any]]] = MappingProxyType(
     {
-        dict: _Writer._dict,
-        list: _Writer._list,
-        tuple: _Writer._tuple,
+        dict: _Writer._container,
+        list: _Writer._container,
+        tuple: _Writer._container,
         str: _Writer._str,
-        bool: lambda _writer, value, _depth: value,
         int: _Writer._int,
-        float: lambda _writer, value, _depth: value,
-        type(None): lambda _writer, value, _depth: value,
         bytes: _Writer._bytes,
         bytearray: _Writer._bytearray,
         memoryview: _Writer._memoryview,
@@ -482,9 +405,9 @@ class Decoder:
     def decode(self, blob: bytes | memoryview, views: Sequence[Buffer]) -> Any:
         """The message in ``blob``, whose buffers are ``views``: contiguous 1-D uint8 arrays, aligned to 64 bytes.
 
-        Arrays and memoryviews of the result look into the views, and keep them alive, or, if a view is itself a slice of
-        another array, keep that alive. They are writable if the view is; memoryviews never are. bytes and bytearrays are
-        copies. One buffer referred to twice with the same dtype and shape is the same array twice.
+        Arrays and memoryviews of the result look into the views and keep them alive (an array that of which the view is
+        a slice, if it is one). Arrays are writable if the view is, memoryviews never. bytes and bytearrays are copies.
+        One buffer referred to twice with the same dtype and shape is the same array twice.
 
         Both arguments may hold anything: raises DecodeError if they are not what ``encode`` writes, or if the message
         does not fit the type.
@@ -553,27 +476,15 @@ class _Reader:
             return bytearray(found if isinstance(found, bytes) else self._view_to_copy(found))
         if code == MEMORYVIEW:
             found = _unpack_index_or_bytes(data)
-            return memoryview(found if isinstance(found, bytes) else self._view(found)).toreadonly()
+            return memoryview(found if isinstance(found, bytes) else self._view(found).data).toreadonly()
         raise DecodeError(f"the message has an extension of code {code}, which this version does not know")
 
     def _array(self, data: memoryview) -> Array:
         key = bytes(data)
         array = self._arrays.get(key)
         if array is None:
-            header = _unpack_array(key)
-            dtype = dtype_of(header.dtype)
-            if dtype is None:
-                raise DecodeError(f"the message has an array of dtype {header.dtype!r}, which is not known here")
-            view = b"" if header.index is None else self._view(header.index)
-            nbytes = math.prod(header.shape) * dtype.itemsize
-            if nbytes != len(view):
-                raise DecodeError(
-                    f"an array of dtype {header.dtype} and shape {header.shape} has {nbytes:,} bytes, its buffer {len(view):,}"
-                )
-            try:
-                array = self._arrays[key] = np.ndarray(header.shape, dtype, view)
-            except (TypeError, ValueError) as error:
-                raise DecodeError(f"there can be no array of shape {header.shape}: {error}") from error
+            index, tag, shape = _unpack_array(key)
+            array = self._arrays[key] = array_over(None if index is None else self._view(index), tag, shape)
         return array
 
     def _dict(self, data: memoryview) -> dict[Any, Any]:
@@ -609,21 +520,16 @@ class _Reader:
 
 
 def _scalar(data: memoryview) -> Any:
-    header = _unpack_scalar(data)
-    if header.dtype == "U":
-        return np.str_(header.data.decode())
-    if header.dtype == "S":
-        return np.bytes_(header.data)
-    dtype = dtype_of(header.dtype)
-    if dtype is None or dtype.itemsize != len(header.data):
-        raise DecodeError(f"the message has a scalar of dtype {header.dtype!r} in {len(header.data)} bytes")
-    return np.ndarray((), dtype, header.data)[()]
+    tag, content = _unpack_scalar(data)
+    if tag == "U":
+        return np.str_(content.decode())
+    return np.bytes_(content) if tag == "S" else scalar_from(tag, content)
 
 
 def _datetime(data: memoryview) -> datetime:
-    header = _unpack_datetime(data)
+    iso, fold = _unpack_datetime(data)
     try:
-        return datetime.fromisoformat(header.iso).replace(fold=header.fold)
+        return datetime.fromisoformat(iso).replace(fold=fold)
     except ValueError as error:
         raise DecodeError(f"the message has a datetime that can't be one: {error}") from error
 

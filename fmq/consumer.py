@@ -18,7 +18,7 @@ from fmq.paths import QueueLock, QueuePath
 from fmq.protocol import ConsumerProtocol
 from fmq.rings import QueueRings
 from fmq.waiting import LoopWaiter, Steps, deadline_of, run, run_async
-from shmq import ViewsHeldError
+from shmq import ViewsHeldError, collect
 from shmq.segment import abandon_in_child
 
 logger = logging.getLogger("fmq")
@@ -81,6 +81,9 @@ class ConsumerBase:
         self._last_wait = _SPIN_IF_WITHIN
         self._may_spin = len(os.sched_getaffinity(0)) > 1
         abandon_in_child(self)
+        for finding in collect(self._path.rings):
+            if finding.removed:
+                logger.info("queue %s: removed %s: %s", self.queue, finding.name, finding.reason)
         self._protocol.discover()
 
     @property

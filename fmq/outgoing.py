@@ -66,7 +66,18 @@ class Outgoing:
     ``expires`` in nanoseconds of the monotonic clock, 0 for never. Raises TooLargeError if no record can describe it.
     """
 
-    __slots__ = ("_blob", "_buffers", "_copies", "_encoding", "_expires", "_places", "_writer", "copy_bytes")
+    __slots__ = (
+        "_blob",
+        "_buffers",
+        "_copies",
+        "_encoding",
+        "_expires",
+        "_places",
+        "_writer",
+        "array_bytes",
+        "copied_bytes",
+        "long_copy_bytes",
+    )
 
     def __init__(
         self, writer: RingWriter, loans: Loans, encoding: int, blob: bytes, buffers: list[Array], expires: int
@@ -78,11 +89,15 @@ class Outgoing:
         self._expires = expires
         self._places: list[Slice | int | None] = [loans.find(buffer) for buffer in buffers]
         self._copies: list[tuple[Array, Payload]] = []
+        self.array_bytes = sum(buffer.nbytes for buffer in buffers)
+        self.copied_bytes = sum(
+            buffer.nbytes for buffer, place in zip(buffers, self._places, strict=True) if place is None
+        )
         self._choose_small()
-        self.copy_bytes = sum(
+        self.long_copy_bytes = sum(
             buffer.nbytes for buffer, place in zip(self._buffers, self._places, strict=True) if place is None
         )
-        """How many bytes ``copy`` will move."""
+        """How many bytes ``copy`` will move; small buffers are copied by ``post``."""
 
     def _choose_small(self) -> None:
         """Decide what is kept in the record: the small buffers, the smallest first, as long as there is room."""

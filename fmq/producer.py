@@ -75,6 +75,10 @@ class ProducerBase:
         self._inline = min(INLINE_BYTES, self._writer.max_record // 4)
         self._lock = threading.Lock()
         self._refusal: Exception | None = None
+        self.array_bytes = 0
+        """Bytes of arrays and other large buffers put so far."""
+        self.copied_bytes = 0
+        """How many of them were copied into the ring; the others were loans."""
         self._bell.send(self._protocol.hello())
         self._post: Callable[[bytes, int, int, int], int | None] = self._writer.post
         self._asleep = self._writer.asleep
@@ -147,11 +151,13 @@ class ProducerBase:
         outgoing = Outgoing(self._writer, self._loans, encoding, blob, buffers, 0 if ttl is None else _expires(ttl))
         try:
             yield from self._until(lambda: outgoing.place() or None)
-            if outgoing.copy_bytes >= _THREAD_COPY_BYTES:
+            if outgoing.long_copy_bytes >= _THREAD_COPY_BYTES:
                 yield outgoing.copy
             else:
                 outgoing.copy()
             sequence = yield from self._until(outgoing.post)
+            self.array_bytes += outgoing.array_bytes
+            self.copied_bytes += outgoing.copied_bytes
         finally:
             with self._lock:
                 if self._refusal is None:

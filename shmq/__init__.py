@@ -13,12 +13,14 @@ from shmq.errors import (
     TruncatedSegmentError,
     ViewsHeldError,
 )
+from shmq.orphans import Finding, collect
 from shmq.reader import Lease, RingReader, Taken
 from shmq.segment import Segment
 from shmq.writer import Payload, RingWriter
 
 __all__ = [
     "CorruptRecordError",
+    "Finding",
     "ForeignSegmentError",
     "LayoutVersionError",
     "Lease",
@@ -35,4 +37,5 @@ __all__ = [
     "TooLargeError",
     "TruncatedSegmentError",
     "ViewsHeldError",
+    "collect",
 ]

@@ -97,9 +97,12 @@ class _View(weakref.ref[NDArray[np.uint8]]):
 
 
 class RingReader:
-    """Reads one ring, from the oldest message that is not done. ``epoch`` names this life of the consumer."""
+    """Reads one ring, from the oldest message that is not done. ``epoch`` names this life of the consumer.
 
-    def __init__(self, segment: Segment, *, epoch: int) -> None:
+    With ``peek`` it only counts, and leaves no trace in the ring. Raises CorruptRecordError for a ring without a tail.
+    """
+
+    def __init__(self, segment: Segment, *, epoch: int, peek: bool = False) -> None:
         self.segment = segment
         self.name = segment.name
         self.size = segment.payload_bytes
@@ -113,8 +116,9 @@ class RingReader:
         self._answered = 0
         self._position, self._offset = self._find_tail()
         self._head = self._position
-        self._words[CONSUMER_PID] = os.getpid()
-        self._words[EPOCH] = epoch
+        if not peek:
+            self._words[CONSUMER_PID] = os.getpid()
+            self._words[EPOCH] = epoch
         self.dropped: deque[Lease | _View] = deque()
         """Views and messages that are gone, to be reaped. *Any thread* may append; nothing else may be done there."""
         abandon_in_child(self)
@@ -388,7 +392,14 @@ class RingReader:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def pending(self) -> int:
-        """How many messages of the ring are not free, whether taken or not. Walks the ring; for ends, not for loops."""
+        """How many messages are not free, whether taken or not. Walks the ring: for ends, not for loops."""
+        return self._count(FREE)
+
+    def unfinished(self) -> int:
+        """How many messages are not done. Walks the ring, as ``pending``."""
+        return self._count(DONE)
+
+    def _count(self, below: int) -> int:
         words = self._words
         memory = self._memory
         count = 0
@@ -401,7 +412,7 @@ class RingReader:
                 start = HEADER_BYTES + offset
                 word = words[(start >> 3) + 1]
                 if word & _KIND_AND_STATE == _MESSAGE:
-                    count += memory[start + RELEASE_BYTE] != FREE
+                    count += memory[start + RELEASE_BYTE] < below
                     word = _PAYLOAD | word & ~_KIND_AND_STATE
                 self._pass(position, offset, word)
                 if self._position == position:

@@ -239,6 +239,20 @@ def names(prefix: str) -> list[str]:
     return sorted(name for name in os.listdir(DIRECTORY) if name.startswith(prefix))
 
 
+def is_owned(name: str) -> bool:
+    """Whether a living process holds the owner's lock of a segment. Raises SegmentMissingError."""
+    with _Descriptor(_open(name)) as descriptor:
+        return not _lock(descriptor.fd)
+
+
+def size_of(name: str) -> int:
+    """The bytes of a segment, 0 if there is none of that name."""
+    try:
+        return os.stat(os.path.join(DIRECTORY, name)).st_size
+    except FileNotFoundError:
+        return 0
+
+
 def free_bytes() -> int:
     """How many bytes the shared-memory directory has left."""
     status = os.statvfs(DIRECTORY)

@@ -1,0 +1,40 @@
+"""The command line: ``shmq`` or ``python -m shmq``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shmq.orphans import PREFIX, collect
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _shmq() -> None:
+    """Looks after the shared-memory rings of this host."""
+
+
+@app.command()
+def gc(
+    namespace: Annotated[str | None, typer.Option(help="Only the rings of this namespace.")] = None,
+    discard: Annotated[bool, typer.Option(help="Also remove orphaned rings with messages not yet delivered.")] = False,
+) -> None:
+    """Remove what dead processes left in /dev/shm, and say what and why. What is alive is never touched."""
+    findings = collect(PREFIX if namespace is None else f"{PREFIX}{namespace}:", discard=discard)
+    if not findings:
+        print("Nothing is left over.")
+        return
+    for finding in findings:
+        print(f"{'removed' if finding.removed else 'kept':8}{finding.nbytes / 2**20:9,.1f} MiB  {finding.name}")
+        print(f"{'':22}{finding.reason}")
+
+
+def main() -> None:
+    """The entry point of the ``shmq`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

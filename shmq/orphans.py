@@ -1,0 +1,98 @@
+"""What dead owners left in the shared-memory directory: find it, and remove what nobody needs any more."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from shmq.errors import SegmentError, SegmentMissingError, ShmqError
+from shmq.reader import RingReader
+from shmq.segment import MAKING, Segment, is_owned, names, size_of, unlink
+
+PREFIX = "shmq:"
+"""What the names of all rings and spill segments begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One segment that ``collect`` looked at: what became of it, and why. ``nbytes`` of shared memory."""
+
+    name: str
+    nbytes: int
+    removed: bool
+    reason: str
+
+
+def collect(prefix: str = PREFIX, *, discard: bool = False) -> list[Finding]:
+    """Remove the segments whose owners are dead and that hold no message that is still to be delivered.
+
+    Only names that begin with ``prefix`` are looked at. What is alive is never touched. An orphaned ring with messages
+    that are not done is kept for the next consumer of its queue, unless ``discard`` is true. Segments that are no rings
+    of this version are left alone. Returns a finding for every segment that is not in use, removed or kept.
+    """
+    findings = []
+    for name in names(MAKING + prefix):
+        if not _alive(name):
+            findings.append(_remove(name, "it was never finished, and its maker is dead"))
+    rings = [name for name in names(prefix) if not _is_spill(name)]
+    for name in rings:
+        with contextlib.suppress(SegmentMissingError):
+            findings += _collect_ring(name, discard)
+    for name in names(prefix):
+        if _is_spill(name) and not names_ring(name, rings):
+            findings.append(_remove(name, "its ring is gone"))
+    return findings
+
+
+def _collect_ring(name: str, discard: bool) -> list[Finding]:
+    if _alive(name):
+        return []
+    try:
+        segment = Segment.attach(name)
+    except SegmentMissingError:
+        raise
+    except SegmentError as error:
+        return [Finding(name, size_of(name), False, f"left alone: {error}")]
+    try:
+        # Taken while we look: a consumer that starts now finds it owned, and comes back to it.
+        if not segment.adopt():
+            return []
+        try:
+            unfinished = RingReader(segment, epoch=0, peek=True).unfinished()
+        except ShmqError as error:
+            if not discard:
+                return [Finding(name, segment.size, False, f"its owner is dead, but it is damaged: {error}")]
+            unfinished = 0
+        if unfinished and not discard:
+            reason = f"its owner is dead, but {unfinished} messages wait for the next consumer"
+            return [Finding(name, segment.size, False, reason)]
+        reason = "its owner is dead and all its messages are done"
+        if unfinished:
+            reason = f"its owner is dead; {unfinished} messages were discarded"
+        findings = [_remove(name, reason)]
+        findings += [_remove(spill, "its ring was removed") for spill in names(f"{name}.")]
+        return findings
+    finally:
+        segment.retire()
+
+
+def names_ring(spill: str, rings: list[str]) -> bool:
+    """Whether one of ``rings`` is the ring of this spill segment."""
+    return spill.rpartition(".")[0] in rings
+
+
+def _is_spill(name: str) -> bool:
+    return "." in name.rpartition(":")[2]
+
+
+def _alive(name: str) -> bool:
+    try:
+        return is_owned(name)
+    except SegmentMissingError:
+        return True
+
+
+def _remove(name: str, reason: str) -> Finding:
+    nbytes = size_of(name)
+    unlink(name)
+    return Finding(name, nbytes, True, reason)
