@@ -37,6 +37,7 @@ from shmq.layout import (
     EPOCH,
     EXPIRED_COUNT,
     EXTRA_WORD,
+    FOLDS,
     FREE,
     GENERATION,
     HEAD,
@@ -112,7 +113,7 @@ class RingReader:
         self._spills: dict[int, Segment] = {}
         self._leases: dict[int, Lease] = {}
         self._closed = False
-        self._looks = 0
+        self._looked_at = (0, 0, -1)
         self._answered = 0
         self._position, self._offset = self._find_tail()
         self._head = self._position
@@ -161,7 +162,6 @@ class RingReader:
                     position,
                     f"a message of {length} bytes at offset {offset} with a body of {body} and {buffers} buffers",
                 )
-            self._looks = 0
             self._position = position + length
             self._offset = end
             if release & 0xFF or expires:
@@ -205,6 +205,9 @@ class RingReader:
         """Move the cursor over a record that is no message."""
         kind = word & 0xFF
         length = word >> 10
+        if position + length > self._head:
+            # A JUMP that replaced what was there when the head was seen last may reach further.
+            self._head = max(self._head, self._words[HEAD])
         if length < RECORD_BYTES or length % ALIGN or position + length > self._head:
             raise self._corrupt(position, f"a record of kind {kind} and {length} bytes at offset {offset}")
         if kind == JUMP:
@@ -242,11 +245,16 @@ class RingReader:
 
     def _find_again(self, position: int) -> None:
         """Set the cursor on the first record that is not before ``position``, from the tail."""
-        self._looks += 1
-        if self._looks > _MAX_LOOKS:
-            raise self._corrupt(position, f"no record of that position at offset {self._offset}")
         words = self._words
+        # Only a reclaim explains that a header is gone, and it moves the tail or counts a fold before that.
+        state = (words[TAIL], words[FOLDS], position)
+        if state == self._looked_at:
+            raise self._corrupt(position, f"no record of that position at offset {self._offset}")
+        self._looked_at = state
+        # What was reclaimed may have reached beyond the head that was seen last.
+        self._head = words[HEAD]
         at, offset = self._find_tail()
+        self._head = max(self._head, at)
         self._position, self._offset = at, offset
         while at < position:
             word = words[((HEADER_BYTES + offset) >> 3) + 1]
@@ -278,7 +286,7 @@ class RingReader:
         position = self._words[start >> 3]
         length = self._words[(start >> 3) + 1] >> 10
         table = start + RECORD_BYTES + align(blob_bytes, 8)
-        if table + REFERENCE.size * count > start + length:
+        if table + REFERENCE.size * count > start + length or offset + length > self.size:
             raise self._corrupt(position, f"{count} references in a message of {length} bytes")
         arrays = []
         for index in range(count):
@@ -368,7 +376,7 @@ class RingReader:
                     self._settle(lease)
 
     def _settle(self, lease: Lease) -> None:
-        if not lease.finished or self._leases.get(lease.offset) is not lease:
+        if self._closed or not lease.finished or self._leases.get(lease.offset) is not lease:
             return
         if lease.views:
             self._memory[HEADER_BYTES + lease.offset + RELEASE_BYTE] = DONE

@@ -507,9 +507,9 @@ class RingWriter:
             return False
         self._chain = chain
         self._extents = self._trace()
+        words[FOLDS] += 1
         self._invalidate(gone)
         self._limit = self._gap_end()
-        words[FOLDS] += 1
         return True
 
     def _trace(self) -> deque[list[int]]:
