@@ -24,6 +24,9 @@ from fmq.errors import DecodeError, DTypeError, EncodeError
 Array = NDArray[Any]
 Buffer = NDArray[np.uint8]
 
+_MAX_DIMENSIONS: Final = 64
+"""What numpy has, since 2.0; before, it refuses more than 32 itself."""
+
 _CPU: Final = 1
 """kDLCPU of DLPack."""
 
@@ -83,13 +86,12 @@ def dtype_of(tag: str) -> np.dtype[Any]:
 class Buffers:
     """The buffers of one message. An array that is added twice is there once; it is kept alive."""
 
-    __slots__ = ("_alike", "_by_address", "_by_id", "arrays")
+    __slots__ = ("_addresses", "_first", "arrays")
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
-        self._by_id: dict[int, int] = {}
-        self._alike: dict[Any, int] = {}
-        self._by_address: dict[tuple[int, Any], int] = {}
+        self._first: dict[Any, int] = {}
+        self._addresses: dict[Any, dict[int, int]] = {}
 
     def append(self, array: Array) -> int:
         """Add an array, whatever is there, and return its index."""
@@ -98,25 +100,20 @@ class Buffers:
 
     def add(self, array: Array, tag: str) -> int:
         """The index of this array, or of another one with the same tag, shape and strides over the same memory."""
-        index = self._by_id.get(id(array))
-        if index is not None:
-            return index
+        new = len(self.arrays)
         layout = (tag, array.shape, array.strides)
-        first = self._alike.get(layout)
-        if first is not None:
+        first = self._first.setdefault(layout, new)
+        if first != new:
+            if self.arrays[first] is array:
+                return first
             # Only now, for an address takes 0.9 us, and a layout 0.2.
-            self._by_address.setdefault((_address(self.arrays[first]), layout), first)
-            index = self._by_address.get((_address(array), layout))
-            if index is not None:
+            alike = self._addresses.get(layout)
+            if alike is None:
+                alike = self._addresses[layout] = {_address(self.arrays[first]): first}
+            index = alike.setdefault(_address(array), new)
+            if index != new:
                 return index
-        index = self.append(array)
-        # By id only what is kept: the id of a temporary array could be another one's soon.
-        self._by_id[id(array)] = index
-        if first is None:
-            self._alike[layout] = index
-        else:
-            self._by_address[_address(array), layout] = index
-        return index
+        return self.append(array)
 
 
 def from_tensor(tensor: Any) -> Array:
@@ -139,7 +136,9 @@ def from_tensor(tensor: Any) -> Array:
         library = sys.modules[type(tensor.dtype).__module__.partition(".")[0]]
         bits = tensor.view(getattr(library, f"int{8 * extension.itemsize}"))
         return np.from_dlpack(bits).view(extension)
-    except (AttributeError, BufferError, KeyError, RuntimeError, ValueError) as error:
+    except EncodeError:
+        raise
+    except (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise EncodeError(f"numpy can't read this {name} ({error}); convert it to a numpy array before") from error
 
 
@@ -175,9 +174,9 @@ def array_over(view: Buffer | None, tag: str, shape: tuple[int, ...]) -> Array:
     Tag and shape may be anything, but for negative dimensions: raises DecodeError if the view is not just as long.
     """
     dtype = dtype_of(tag)
-    expected = math.prod(shape) * dtype.itemsize
     length = 0 if view is None else len(view)
-    if expected != length:
+    # Before the product: that of a million large dimensions would take minutes.
+    if len(shape) > _MAX_DIMENSIONS or math.prod(shape) * dtype.itemsize != length:
         raise DecodeError(
             f"an array of dtype {tag!r} with {len(shape)} dimensions needs a buffer of another length than {length:,}"
         )

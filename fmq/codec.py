@@ -93,6 +93,7 @@ class Encoded(NamedTuple):
     buffers: list[Array]
 
 
+_new = tuple.__new__
 _pack = msgspec.msgpack.Encoder().encode
 _unpack_array = msgspec.msgpack.Decoder(tuple[int | None, str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]]).decode
 _unpack_scalar = msgspec.msgpack.Decoder(tuple[str, bytes]).decode
@@ -116,7 +117,8 @@ def encode(obj: Any) -> Encoded:
     try:
         try:
             if _is_plain(obj, 1):
-                return Encoded(_pack(obj), [])
+                # As Encoded(...), in 0.14 us, not 0.22.
+                return _new(Encoded, (_pack(obj), []))
             return _Writer(thorough=False).encode(obj)
         except (OverflowError, UnicodeEncodeError):
             return _Writer(thorough=True).encode(obj)
@@ -137,15 +139,19 @@ def _is_plain(value: Any, depth: int) -> bool:
     if depth > MAX_DEPTH:
         return False
     if kind is dict:
-        # One loop: 0.27 us for six items, where two C-speed checks and a loop for the nested ones take 0.55.
+        # One loop: 0.25 us for six items, where C-speed checks of keys and of values take 0.4, and find no nested ones.
         for key, item in value.items():
-            if type(key) not in _KEYS or (type(item) not in _SCALARS and not _is_plain(item, depth + 1)):
+            if type(key) is not str and type(key) not in _KEYS:
+                return False
+            if type(item) not in _SCALARS and not _is_plain(item, depth + 1):
                 return False
         return True
     if kind is list:
-        # 13 ns an item, a loop takes 25.
-        if _SCALARS.issuperset(map(type, value)):
-            return True
+        if value and type(value[0]) in _SCALARS:
+            # 8 ns an item if all are of one type, as token ids are. A set of the types takes 13, a loop 17 to 25.
+            kinds = [*map(type, value)]
+            if kinds.count(kinds[0]) == len(kinds) or _SCALARS.issuperset(kinds):
+                return True
         for item in value:  # noqa: SIM110 - a generator would double the use of the stack
             if type(item) not in _SCALARS and not _is_plain(item, depth + 1):
                 return False
@@ -206,14 +212,16 @@ class _Writer:
                 if written is not item:
                     changed[key] = written
         path.pop()
+        if changed:
+            value = _replace(value, changed)
         if odd:
-            return self._pairs(value | changed, depth) if kind is dict else Ext(TUPLE, _pack(_replace(value, changed)))
-        return _replace(value, changed) if changed else value
+            return Ext(TUPLE, _pack(value)) if kind is tuple else self._pairs(value, depth)
+        return value
 
     def _has_odd_keys(self, value: dict[Any, Any]) -> bool:
         if not _KEYS.issuperset(map(type, value)):
             return True
-        return self._thorough and any([self._key(key, 0) is not key for key in value])
+        return self._thorough and any(self._key(key, 0) is not key for key in value)
 
     def _pairs(self, value: dict[Any, Any], depth: int) -> Ext:
         pairs: list[Any] = []
@@ -225,15 +233,16 @@ class _Writer:
         kind = type(key)
         if kind is bytes or kind in self._passed:
             return key
+        self._path.append(key)
         if kind is tuple:
             self._check_depth(depth + 2)
-            return Ext(TUPLE, _pack([self._key(item, depth + 2) for item in key]))
-        self._path.append(key)
-        if kind not in _SCALARS and kind is not datetime and not isinstance(key, np.generic):
+            written = Ext(TUPLE, _pack([self._key(item, depth + 2) for item in key]))
+        elif kind in _SCALARS or kind is datetime or isinstance(key, np.generic):
+            written = _WRITERS.get(kind, _Writer._other)(self, key, depth)
+        else:
             raise self._error(
-                f"{kind.__name__} can't be a dict key here; use a str, a number, bytes or a tuple of these"
+                f"{kind.__name__} can't be a key of a dict; use a str, a number, bytes or a tuple of these"
             )
-        written = _WRITERS.get(kind, _Writer._other)(self, key, depth)
         self._path.pop()
         return written
 
@@ -255,11 +264,9 @@ class _Writer:
         return value
 
     def _bytes(self, value: bytes, depth: int) -> Any:
-        return (
-            value
-            if len(value) < OUT_OF_BAND
-            else Ext(BYTES, _pack(self._buffers.append(np.frombuffer(value, np.uint8))))
-        )
+        if len(value) < OUT_OF_BAND:
+            return value
+        return Ext(BYTES, _pack(self._buffers.append(np.frombuffer(value, np.uint8))))
 
     def _bytearray(self, value: bytearray, depth: int) -> Ext:
         small = len(value) < OUT_OF_BAND
@@ -315,17 +322,15 @@ class _Writer:
             return self._container(value, depth)
         if isinstance(value, np.ma.MaskedArray):
             raise self._error("a masked array would lose its mask; send .filled(), or .data and .mask as two arrays")
-        if kind is np.memmap:
-            return self._array(value, depth)
         if isinstance(value, np.ndarray):
             raise self._error(f"{kind.__name__} would arrive as a plain array; send np.asarray() of it")
         if hasattr(kind, "__dlpack__"):
             return self._tensor(value, depth)
-        for base in _WRITERS:
+        for base in (*_WRITERS, float):
             if isinstance(value, base):
                 raise self._error(
-                    f"{kind.__name__} can't be encoded; as a subclass of {base.__name__} it would arrive as a plain one; "
-                    f"convert it to {base.__name__} before"
+                    f"{kind.__name__} can't be encoded, for it would arrive as a plain {base.__name__}; convert it to "
+                    f"{base.__name__} before"
                 )
         raise self._error(
             f"{kind.__name__} can't be encoded; convert it to a supported type (dict, list, tuple, str, bytes, int, "
@@ -382,6 +387,7 @@ _WRITERS: Final[Mapping[type, Callable[[_Writer, Any, int], Any]]] = MappingProx
         memoryview: _Writer._memoryview,
         datetime: _Writer._datetime,
         np.ndarray: _Writer._array,
+        np.memmap: _Writer._array,
     }
 )
 
@@ -531,7 +537,7 @@ def _datetime(data: memoryview) -> datetime:
     try:
         return datetime.fromisoformat(iso).replace(fold=fold)
     except ValueError as error:
-        raise DecodeError(f"the message has a datetime that can't be one: {error}") from error
+        raise DecodeError(f"the message has a datetime that can't be one: {iso[:50]!r}") from error
 
 
 def _rebuild_alone(code: int, data: memoryview) -> Any:

@@ -34,30 +34,30 @@ class Loans:
 
     def __init__(self) -> None:
         self._starts: list[int] = []
-        self._loans: list[tuple[int, Payload]] = []
+        self._loans: dict[int, tuple[int, Payload]] = {}
 
     def add(self, root: NDArray[np.uint8], payload: Payload) -> None:
-        """Remember a loan, and forget those whose arrays are gone."""
-        loans = zip(self._starts, self._loans, strict=True)
-        alive = [(start, loan) for start, loan in loans if loan[1].array() is not None]
+        """Remember a loan, and forget those whose arrays are gone. The producer's lock is held."""
+        alive = {start: loan for start, loan in self._loans.items() if loan[1].array() is not None}
         start = _address(root)
-        alive.append((start, (start + root.nbytes, payload)))
-        alive.sort(key=_start)
-        self._starts = [start for start, _ in alive]
-        self._loans = [loan for _, loan in alive]
+        alive[start] = (start + root.nbytes, payload)
+        self._loans = alive
+        self._starts = sorted(alive)
 
-    def find(self, array: Array) -> tuple[Payload, int, int] | None:
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def find(self, array: Array) -> Slice | None:
         """(payload, first byte, bytes) if the array is a C-contiguous view of a loan that is alive."""
-        if not self._starts or not array.flags.c_contiguous:
+        if not array.flags.c_contiguous:
             return None
-        start = _address(array)
-        index = bisect.bisect_right(self._starts, start) - 1
-        if index < 0:
+        address = _address(array)
+        starts = self._starts
+        index = bisect.bisect_right(starts, address) - 1
+        loan = self._loans.get(starts[index]) if index >= 0 else None
+        if loan is None or address + array.nbytes > loan[0] or loan[1].array() is None:
             return None
-        end, payload = self._loans[index]
-        if start + array.nbytes > end or payload.array() is None:
-            return None
-        return payload, start - self._starts[index], array.nbytes
+        return loan[1], address - starts[index], array.nbytes
 
 
 class Outgoing:
@@ -69,14 +69,16 @@ class Outgoing:
     __slots__ = (
         "_blob",
         "_buffers",
-        "_copies",
         "_encoding",
         "_expires",
         "_places",
+        "_reserved",
+        "_to_copy",
         "_writer",
         "array_bytes",
         "copied_bytes",
         "long_copy_bytes",
+        "posted",
     )
 
     def __init__(
@@ -87,39 +89,33 @@ class Outgoing:
         self._blob = blob
         self._buffers = buffers
         self._expires = expires
-        self._places: list[Slice | int | None] = [loans.find(buffer) for buffer in buffers]
-        self._copies: list[tuple[Array, Payload]] = []
-        self.array_bytes = sum(buffer.nbytes for buffer in buffers)
-        self.copied_bytes = sum(
-            buffer.nbytes for buffer, place in zip(buffers, self._places, strict=True) if place is None
-        )
-        self._choose_small()
-        self.long_copy_bytes = sum(
-            buffer.nbytes for buffer, place in zip(self._buffers, self._places, strict=True) if place is None
-        )
-        """How many bytes ``copy`` will move; small buffers are copied by ``post``."""
-
-    def _choose_small(self) -> None:
-        """Decide what is kept in the record: the small buffers, the smallest first, as long as there is room."""
-        writer = self._writer
+        self._reserved: list[Payload] = []
+        self._to_copy: list[tuple[Array, Payload]] = []
+        self.posted = False
         inline = min(INLINE_BYTES, writer.max_record // 4)
-        if len(self._blob) > max(inline, writer.max_record // 2):
-            self._buffers.append(np.frombuffer(self._blob, np.uint8))
-            self._places.append(None)
+        if len(blob) > max(inline, writer.max_record // 2):
+            self._buffers = [*buffers, np.frombuffer(blob, np.uint8)]
             self._encoding |= BLOB_LAST
             self._blob = b""
-        room = writer.max_record - record_length(len(self._blob), self._places)
+        room = writer.max_record - record_length(len(self._blob), len(self._buffers))
         if room < 0:
             raise TooLargeError(
-                f"a message with {len(self._buffers):,} arrays is too much for a ring of {writer.size:,} bytes; raise "
+                f"a message with {len(buffers):,} arrays is too much for a ring of {writer.size:,} bytes; raise "
                 "ring_size, or stack the arrays into fewer"
             )
-        small = [(buffer.nbytes, index) for index, buffer in enumerate(self._buffers) if self._places[index] is None]
-        for nbytes, index in sorted(small):
-            room -= align(nbytes)
-            if nbytes > inline or room < 0:
-                break
-            self._places[index] = nbytes
+        self.array_bytes = self.copied_bytes = self.long_copy_bytes = 0
+        self._places: list[Slice | int | None] = []
+        for buffer in self._buffers:
+            nbytes = buffer.nbytes
+            place: Slice | int | None = loans.find(buffer) if loans else None
+            if place is None:
+                self.copied_bytes += nbytes
+                if nbytes <= inline and (room := room - align(nbytes)) >= 0:
+                    place = nbytes
+                else:
+                    self.long_copy_bytes += nbytes
+            self.array_bytes += nbytes
+            self._places.append(place)
 
     def place(self) -> bool:
         """Reserve what is still without a place. False if there is no room for the next one now; the lock is held."""
@@ -130,34 +126,33 @@ class Outgoing:
                 if payload is None:
                     return False
                 self._places[index] = (payload, 0, buffer.nbytes)
-                self._copies.append((buffer, payload))
+                self._reserved.append(payload)
+                self._to_copy.append((buffer, payload))
         return True
 
     def copy(self) -> None:
-        """Copy the large buffers into their places. Needs no lock; releases the interpreter lock while it copies."""
-        for buffer, payload in self._copies:
+        """Copy the large buffers into their places. Needs no lock, and leaves the interpreter lock to other threads."""
+        for buffer, payload in self._to_copy:
             codec.copy_buffer(buffer, self._writer.target(payload))
+        self._to_copy = []
 
     def post(self) -> int | None:
         """Write the MESSAGE and return its sequence, or None if there is no room now; the lock is held."""
         writer = self._writer
         if not self._buffers:
-            return writer.post(self._blob, self._encoding, time.time_ns(), self._expires)
-        sequence = writer.post_with(
-            self._blob,
-            self._encoding,
-            time.time_ns(),
-            self._expires,
-            cast("list[Slice | int]", self._places),
-            self._copy,
-        )
+            sequence = writer.post(self._blob, self._encoding, time.time_ns(), self._expires)
+        else:
+            places = cast("list[Slice | int]", self._places)
+            sequence = writer.post_with(self._blob, self._encoding, time.time_ns(), self._expires, places, self._copy)
         if sequence is not None:
-            self._freeze_loans()
+            self.posted = True
+            if self.array_bytes != self.copied_bytes:
+                self._freeze_loans()
         return sequence
 
     def finish(self) -> None:
         """Let go of the payloads, whether the message was posted or not; the lock is held. Idempotent."""
-        for _, payload in self._copies:
+        for payload in self._reserved:
             self._writer.let_go(payload)
 
     def _copy(self, index: int, target: NDArray[np.uint8]) -> None:
@@ -173,7 +168,3 @@ class Outgoing:
 
 def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
-
-
-def _start(loan: tuple[int, tuple[int, Payload]]) -> int:
-    return loan[0]

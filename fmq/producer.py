@@ -147,23 +147,46 @@ class ProducerBase:
 
     # -- in steps -----------------------------------------------------------------------------------------------------
 
-    def _put(self, encoding: int, blob: bytes, buffers: list[NDArray[Any]], ttl: float | None) -> Steps[int]:
-        outgoing = Outgoing(self._writer, self._loans, encoding, blob, buffers, 0 if ttl is None else _expires(ttl))
+    def _start(self, encoding: int, blob: bytes, buffers: list[NDArray[Any]], ttl: float | None) -> Outgoing:
+        return Outgoing(self._writer, self._loans, encoding, blob, buffers, 0 if ttl is None else _expires(ttl))
+
+    def _put_now(self, outgoing: Outgoing) -> int | None:
+        """As ``_put`` if there is room for all of it at once; None if there is not."""
+        try:
+            with self._lock:
+                self._check()
+                if not outgoing.place():
+                    return None
+            outgoing.copy()
+            with self._lock:
+                self._check()
+                sequence = outgoing.post()
+        except BaseException:
+            self._finish(outgoing)
+            raise
+        if sequence is not None:
+            self._finish(outgoing)
+        return sequence
+
+    def _put(self, outgoing: Outgoing) -> Steps[int]:
         try:
             yield from self._until(lambda: outgoing.place() or None)
             if outgoing.long_copy_bytes >= _THREAD_COPY_BYTES:
                 yield outgoing.copy
             else:
                 outgoing.copy()
-            sequence = yield from self._until(outgoing.post)
-            self.array_bytes += outgoing.array_bytes
-            self.copied_bytes += outgoing.copied_bytes
+            return (yield from self._until(outgoing.post))
         finally:
-            with self._lock:
-                if self._refusal is None:
-                    outgoing.finish()
-            self._ring()
-        return sequence
+            self._finish(outgoing)
+
+    def _finish(self, outgoing: Outgoing) -> None:
+        with self._lock:
+            if self._refusal is None:
+                outgoing.finish()
+                if outgoing.posted:
+                    self.array_bytes += outgoing.array_bytes
+                    self.copied_bytes += outgoing.copied_bytes
+                self._send_frames()
 
     def _lend(self, nbytes: int) -> Steps[NDArray[np.uint8]]:
         payload = yield from self._until(lambda: self._writer.reserve(nbytes))
@@ -176,9 +199,11 @@ class ProducerBase:
         """Wait until every message is done; False as soon as no consumer is alive that could do it."""
 
         def attempt() -> bool | None:
+            # In this order: a consumer that finishes the last message and goes in between has done its work.
+            alive = consumer_is_alive(self._path)
             if self._writer.unfinished() == 0:
                 return True
-            return None if consumer_is_alive(self._path) else False
+            return None if alive else False
 
         return (yield from self._until(attempt))
 
@@ -286,7 +311,9 @@ class Producer(ProducerBase):
                 self._ring()
             if sequence is not None:
                 return sequence
-        return self._run(self._put(encoding, blob, buffers, ttl), timeout)
+        outgoing = self._start(encoding, blob, buffers, ttl)
+        sequence = self._put_now(outgoing)
+        return self._run(self._put(outgoing), timeout) if sequence is None else sequence
 
     def put_many(self, objs: Iterable[Any], *, timeout: float | None = TIMEOUT, ttl: float | None = None) -> list[int]:
         """Put messages one after another, and return their sequences. ``timeout`` is for each.
@@ -355,7 +382,9 @@ class AsyncProducer(ProducerBase):
             sequence = self._post_small(encoding, blob, ttl)
             if sequence is not None:
                 return sequence
-        return await self._run(self._put(encoding, blob, buffers, ttl), timeout)
+        outgoing = self._start(encoding, blob, buffers, ttl)
+        sequence = self._put_now(outgoing) if outgoing.long_copy_bytes < _THREAD_COPY_BYTES else None
+        return await self._run(self._put(outgoing), timeout) if sequence is None else sequence
 
     async def put_many(
         self, objs: Iterable[Any], *, timeout: float | None = TIMEOUT, ttl: float | None = None

@@ -78,6 +78,8 @@ from shmq.spill import Spill, SpillPool
 MIN_RING_SIZE = 64 * 1024
 LAP_BYTES = 1024 * 1024
 """A lap is at least this long."""
+MAX_SHARE = 256 * 1024
+"""Bytes of the ring, at most, that payloads leave to the messages that announce them."""
 
 Bytes: TypeAlias = "NDArray[np.uint8]"
 Slice: TypeAlias = "tuple[Payload, int, int]"
@@ -142,7 +144,7 @@ class RingWriter:
         self._extents: deque[list[int]] = deque([[0, 0]])
         self._lap = min(self.size // 2, lap)
         self._turn_at = self._lap
-        self._share = min(1024 * 1024, self.size // 8)
+        self._share = min(MAX_SHARE, self.size // 8)
         self._spills = SpillPool(segment.name, segment.ring_id, spill_limit)
         self._spilled: set[Payload] = set()
         self._dropped: deque[Payload] = deque()
@@ -202,26 +204,31 @@ class RingWriter:
         A small buffer is kept in the record: ``copy(index, target)`` is called to fill ``target`` (uint8 [nbytes]). An
         exception from it leaves the ring as it was. Returns as ``post`` does.
         """
-        small, length = _place_small(len(blob), buffers)
+        parts = [blob, bytes(-len(blob) & 7)]
+        end = record_length(len(blob), len(buffers))
+        small: list[tuple[int, int, int]] = []
+        payloads: list[Payload] = []
+        for index, buffer in enumerate(buffers):
+            if isinstance(buffer, int):
+                small.append((index, end, buffer))
+                parts.append(REFERENCE.pack(IN_RECORD << 56 | end, 0, 0, buffer))
+                end = align(end + buffer)
+            else:
+                payload, first, nbytes = buffer
+                parts.append(payload.reference(first, nbytes))
+                if payload not in payloads:
+                    payloads.append(payload)
+        length = align(end)
         if not self._fits(length):
             return None
         offset, position, sequence = self._offset, self._position, self._sequence
         memory = self._memory
         start = HEADER_BYTES + offset
         body = start + RECORD_BYTES
-        memory[body : body + len(blob)] = blob
-        at = body + align(len(blob), 8)
-        payloads: dict[Payload, None] = {}
-        for index, buffer in enumerate(buffers):
-            if isinstance(buffer, int):
-                copy(index, np.frombuffer(memory, np.uint8, buffer, start + small[index]))
-                reference = REFERENCE.pack(IN_RECORD << 56 | small[index], position, 0, buffer)
-            else:
-                payload, first, nbytes = buffer
-                payloads[payload] = None
-                reference = payload.reference(first, nbytes)
-            memory[at : at + REFERENCE.size] = reference
-            at += REFERENCE.size
+        head = b"".join(parts)
+        memory[body : body + len(head)] = head
+        for index, at, nbytes in small:
+            copy(index, np.frombuffer(memory, np.uint8, nbytes, start + at))
         extra = len(buffers) << 8 | encoding
         NEW_RECORD.pack_into(
             memory, start, position, length << 10 | _MESSAGE, sequence, len(blob), timestamp, expires, extra, 0, 0
@@ -578,17 +585,6 @@ def check_ring_size(size: int) -> None:
         )
 
 
-def record_length(blob_bytes: int, buffers: Sequence[object]) -> int:
-    """The length of a MESSAGE record with this blob and these buffers, none of them kept in the record."""
-    return align(RECORD_BYTES + align(blob_bytes, 8) + REFERENCE.size * len(buffers))
-
-
-def _place_small(blob_bytes: int, buffers: Sequence[Slice | int]) -> tuple[dict[int, int], int]:
-    """Where each small buffer lies, counted from the record's start, and the length of the whole record."""
-    at = record_length(blob_bytes, buffers)
-    small: dict[int, int] = {}
-    for index, buffer in enumerate(buffers):
-        if isinstance(buffer, int):
-            small[index] = at
-            at = align(at + buffer)
-    return small, at
+def record_length(blob_bytes: int, buffers: int) -> int:
+    """The length of a MESSAGE record with this blob and so many buffers, none of them kept in the record."""
+    return align(RECORD_BYTES + align(blob_bytes, 8) + REFERENCE.size * buffers)
