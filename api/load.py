@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from api.errors import ApiError
@@ -36,6 +36,15 @@ class Report:
         """Requests without an answer."""
         return self.requests - self.answered
 
+    @property
+    def good(self) -> bool:
+        """Whether every request was answered, and rightly."""
+        return self.requests > 0 and not (self.lost or self.wrong or self.failed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, for JSON."""
+        return asdict(self)
+
 
 def run(
     count: int,
@@ -59,7 +68,7 @@ def run(
         Producer(queue, namespace=namespace, ring_size=RING_SIZE) as producer,
     ):
         begun = time.perf_counter()
-        while report.requests < count and not stop() or waiting:
+        while (report.requests < count and not stop()) or waiting:
             while report.requests < count and len(waiting) < window and not stop():
                 request, expected = next(kinds)
                 request_id = f"{os.getpid()}-{report.requests}"
@@ -79,8 +88,8 @@ def _take_answer(answers: Consumer, waiting: dict[str, tuple[float, dict[str, An
             answer = message.detach()
     except QueueEmptyError:
         raise ApiError(
-            f"no answer for {ANSWER_TIMEOUT:.0f} s; {len(waiting)} requests are unanswered. Is an engine running on this "
-            "queue and namespace (python -m engine)?"
+            f"no answer for {ANSWER_TIMEOUT:.0f} s; {len(waiting)} requests are unanswered. Is an engine running on "
+            "this queue and namespace (python -m engine)?"
         ) from None
     sent, expected = waiting.pop(answer["request_id"])
     report.latencies.append(time.perf_counter() - sent)
@@ -92,7 +101,7 @@ def _take_answer(answers: Consumer, waiting: dict[str, tuple[float, dict[str, An
 
 
 def _request_kinds() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Requests over all sample pictures and both kinds of patches, again and again, with what the engine has to find."""
+    """Requests over all sample pictures and both kinds of patches, without end, with what the engine has to find."""
     prepared: deque[tuple[dict[str, Any], dict[str, Any]]] = deque()
     for kind in ("ernie", "qwen"):
         for picture, prompt in sample_pictures():

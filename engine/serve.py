@@ -30,12 +30,11 @@ Handler = Callable[[Any], Any]
 
 @dataclass(slots=True)
 class Served:
-    """What a receive loop has done. ``array_bytes`` counts what was mapped into tensors, once for each tensor."""
+    """What a receive loop has done."""
 
     requests: int = 0
     failed: int = 0
     lost_answers: int = 0
-    array_bytes: int = 0
 
 
 class Replies:
