@@ -20,6 +20,10 @@ from fmq import ShmqError
 _TELL_SECONDS = 0.1
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(
     requests: Annotated[int, typer.Option(help="How many requests to send.")] = 200,
     window: Annotated[int, typer.Option(help="How many may be unanswered at a time.")] = 4,
@@ -69,4 +73,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -20,12 +20,16 @@ ANSWER_TIMEOUT = 30.0
 
 @dataclass(slots=True)
 class Report:
-    """What one worker has seen. Times in seconds; ``latencies`` from before the put until the answer was taken."""
+    """What one worker has seen. Times in seconds; ``latencies`` from before the put until the answer was taken.
+
+    ``wrong`` answers differ from what numpy finds, ``failed`` ones are errors, ``repeated`` ones came a second time.
+    """
 
     requests: int = 0
     answered: int = 0
     wrong: int = 0
     failed: int = 0
+    repeated: int = 0
     array_bytes: int = 0
     copied_bytes: int = 0
     seconds: float = 0.0
@@ -91,6 +95,10 @@ def _take_answer(answers: Consumer, waiting: dict[str, tuple[float, dict[str, An
             f"no answer for {ANSWER_TIMEOUT:.0f} s; {len(waiting)} requests are unanswered. Is an engine running on "
             "this queue and namespace (python -m engine)?"
         ) from None
+    if answer["request_id"] not in waiting:
+        # Delivery is at least once: an engine that died after it had answered, its successor answers again.
+        report.repeated += 1
+        return
     sent, expected = waiting.pop(answer["request_id"])
     report.latencies.append(time.perf_counter() - sent)
     report.answered += 1

@@ -15,7 +15,7 @@ def table(reports: Sequence[Report], title: str | None = None) -> Table:
     """One row for each worker, and one for all of them if there are several."""
     result = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     result.add_column("worker")
-    for name in ("requests", "MB", "GB/s", "p50 ms", "p99 ms", "copied per byte", "unanswered"):
+    for name in ("requests", "MB", "GB/s", "p50 ms", "p99 ms", "copies/byte", "unanswered"):
         result.add_column(name, justify="right")
     for number, report in enumerate(reports, 1):
         result.add_row(str(number), *_cells(report))
@@ -33,6 +33,7 @@ def merge(reports: Sequence[Report]) -> Report:
         answered=sum(report.answered for report in reports),
         wrong=sum(report.wrong for report in reports),
         failed=sum(report.failed for report in reports),
+        repeated=sum(report.repeated for report in reports),
         array_bytes=sum(report.array_bytes for report in reports),
         copied_bytes=sum(report.copied_bytes for report in reports),
         seconds=max((report.seconds for report in reports), default=0.0),

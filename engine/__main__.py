@@ -14,7 +14,10 @@ from engine.serve import Replies, Served, serve
 from engine.tensors import load_paddle
 from fmq import Consumer, ShmqError
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+
+@app.command()
 def run(
     queue: Annotated[str, typer.Option(help="The queue that requests come from.")] = "requests",
     namespace: Annotated[str | None, typer.Option(help="Default: $FMQ_NAMESPACE, or 'default'.")] = None,
@@ -56,4 +59,4 @@ def run(
 
 
 if __name__ == "__main__":
-    typer.run(run)
+    app()

@@ -50,6 +50,10 @@ class Worker:
         self._reader.join()
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(
     workers: Annotated[int, typer.Option(help="API worker processes.")] = 2,
     requests: Annotated[int, typer.Option(help="Requests of each worker.")] = 160,
@@ -105,4 +109,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()
