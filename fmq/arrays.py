@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -35,12 +35,11 @@ _EXTENSIONS: Final[dict[str, np.dtype[Any]]] = {
     for name, scalar in vars(ml_dtypes).items()
     if isinstance(scalar, type) and issubclass(scalar, np.generic)
 }
-_ORDERS: Final[tuple[Literal["<", ">"], ...]] = ("<", ">")
-_NUMERIC: Final = [np.dtype(code).newbyteorder(order) for code in "?bhilqBHILQefdgFDG" for order in _ORDERS]
-_DTYPES: Final[dict[str, np.dtype[Any]]] = {dtype.str: dtype for dtype in _NUMERIC} | _EXTENSIONS
+_NUMERIC: Final = {np.dtype(order + code) for code in "?bhilqBHILQefdgFDG" for order in "<>"}
+_DTYPES: Final[dict[str, np.dtype[Any]]] = {dtype.str: np.dtype(dtype.str) for dtype in _NUMERIC} | _EXTENSIONS
 # By dtype, for `l` and `q` are two with one spelling.
-_TAGS: Final[dict[np.dtype[Any], str]] = {dtype: tag for tag, dtype in _DTYPES.items()} | {
-    dtype: dtype.str for dtype in _NUMERIC
+_TAGS: Final[dict[np.dtype[Any], str]] = {dtype: dtype.str for dtype in _NUMERIC} | {
+    dtype: name for name, dtype in _EXTENSIONS.items()
 }
 
 _SIZED: Final = re.compile(r"[<>][mM]8(\[\d*(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?|[<>]U\d{1,10}|\|[SV]\d{1,10}")

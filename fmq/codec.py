@@ -17,7 +17,8 @@ an index is an int, from 0.
       5   TUPLE       packed array of the items
       6   DICT        packed array [key, value, key, value, ...]: a dict with keys that msgpack lacks
       7   INT         little-endian two's complement of any length: an int below -2**63 or above 2**64 - 1
-      8   DATETIME    packed [ISO 8601 string, fold]: a naive datetime, or one in another time zone (its offset is kept)
+      8   DATETIME    packed [local time in ISO 8601, fold, offset in microseconds]: a datetime in another time zone, of
+                      which the offset is kept, or a naive one, of which it is nil
       9   SCALAR      packed [dtype tag, bin]: a numpy scalar; with the tag ``S`` the bin is a string of bytes itself,
                       with ``U`` a str in UTF-8
 
@@ -35,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -97,7 +98,7 @@ _new = tuple.__new__
 _pack = msgspec.msgpack.Encoder().encode
 _unpack_array = msgspec.msgpack.Decoder(tuple[int | None, str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]]).decode
 _unpack_scalar = msgspec.msgpack.Decoder(tuple[str, bytes]).decode
-_unpack_datetime = msgspec.msgpack.Decoder(tuple[str, bool]).decode
+_unpack_datetime = msgspec.msgpack.Decoder(tuple[str, bool, int | None]).decode
 _unpack_index = msgspec.msgpack.Decoder(int).decode
 _unpack_index_or_bytes = msgspec.msgpack.Decoder(int | bytes).decode
 
@@ -286,7 +287,10 @@ class _Writer:
     def _datetime(self, value: datetime, depth: int) -> Any:
         if value.tzinfo is timezone.utc and not value.fold:
             return value
-        return Ext(DATETIME, _pack((value.isoformat(), bool(value.fold))))
+        offset = value.utcoffset()
+        # The offset apart: fromisoformat takes one of less than a second for none at all.
+        microseconds = None if offset is None else offset // timedelta(microseconds=1)
+        return Ext(DATETIME, _pack((value.replace(tzinfo=None).isoformat(), bool(value.fold), microseconds)))
 
     def _array(self, value: Array, depth: int) -> Ext:
         tag = self._tag(value.dtype)
@@ -295,7 +299,8 @@ class _Writer:
 
     def _scalar(self, value: np.generic) -> Ext:
         if isinstance(value, np.str_):
-            return Ext(SCALAR, _pack(("U", self._str(str(value), 0).encode())))
+            # str(value) would drop trailing NULs.
+            return Ext(SCALAR, _pack(("U", self._str(str.__str__(value), 0).encode())))
         if isinstance(value, np.bytes_):
             return Ext(SCALAR, _pack(("S", bytes(value))))
         return Ext(SCALAR, _pack((self._tag(value.dtype), value.tobytes())))
@@ -428,13 +433,21 @@ class Decoder:
                 except (msgspec.ValidationError, _ExtensionFoundError):
                     # Of extensions msgspec knows nothing, so the whole tree first, then the type; 0.8 us, not 0.4.
                     pass
-            return msgspec.convert(_decode_tree(blob, views), self._type, builtin_types=_BUILTIN)
+            return self._convert(_decode_tree(blob, views))
         except msgspec.ValidationError as error:
             raise DecodeError(f"the message does not fit the type asked for: {error}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, TypeError, UnicodeDecodeError) as error:
+            # A TypeError is what msgspec before 0.19 says of keys that can't be hashed.
             raise DecodeError(f"the {len(blob)} bytes of the message are damaged, or foreign: {error}") from error
         except RecursionError:
             raise DecodeError("the message is nested too deep") from None
+
+    def _convert(self, tree: Any) -> Any:
+        try:
+            return msgspec.convert(tree, self._type, builtin_types=_BUILTIN)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            # What arrays and scalars raise where a dict or Struct is asked for, since msgspec takes them for mappings.
+            raise DecodeError(f"the message does not fit the type asked for: {error}") from error
 
 
 def decode(blob: bytes | memoryview, views: Sequence[Buffer]) -> Any:
@@ -465,10 +478,16 @@ class _Reader:
         """The value of an extension; what msgspec calls for each. Raises DecodeError, or msgspec's."""
         if code == ARRAY:
             return self._array(data)
-        if code == TUPLE:
-            return tuple(self._items(data))
-        if code == DICT:
-            return self._dict(data)
+        if code in (TUPLE, DICT):
+            # Right here, so that a level takes no more than two calls of the stack.
+            self._depth += 1
+            if self._depth > MAX_DEPTH // 2:
+                raise DecodeError(f"the message is nested deeper than {MAX_DEPTH} levels")
+            items = msgspec.msgpack.decode(data, ext_hook=self.rebuild)
+            self._depth -= 1
+            if type(items) is not list:
+                raise DecodeError(f"the items of a tuple or dict are {type(items).__name__}, and not an array")
+            return tuple(items) if code == TUPLE else _dict(items)
         if code == SCALAR:
             return _scalar(data)
         if code == DATETIME:
@@ -493,25 +512,6 @@ class _Reader:
             array = self._arrays[key] = array_over(None if index is None else self._view(index), tag, shape)
         return array
 
-    def _dict(self, data: memoryview) -> dict[Any, Any]:
-        items = self._items(data)
-        if len(items) % 2:
-            raise DecodeError(f"a dict of {len(items)} keys and values has a key without a value")
-        try:
-            return dict(zip(items[::2], items[1::2], strict=True))
-        except TypeError as error:
-            raise DecodeError(f"a dict in the message has a key that can't be one: {error}") from error
-
-    def _items(self, data: memoryview) -> list[Any]:
-        self._depth += 1
-        if self._depth > MAX_DEPTH // 2:
-            raise DecodeError(f"the message is nested deeper than {MAX_DEPTH} levels")
-        items = msgspec.msgpack.decode(data, ext_hook=self.rebuild)
-        self._depth -= 1
-        if type(items) is not list:
-            raise DecodeError(f"the items of a tuple or dict are {type(items).__name__}, and not an array")
-        return items
-
     def _view(self, index: int) -> Buffer:
         if not 0 <= index < len(self._views):
             raise DecodeError(f"the message refers to buffer {index}, and has {len(self._views)}")
@@ -525,6 +525,15 @@ class _Reader:
         return self._view(index)
 
 
+def _dict(items: list[Any]) -> dict[Any, Any]:
+    if len(items) % 2:
+        raise DecodeError(f"a dict of {len(items)} keys and values has a key without a value")
+    try:
+        return dict(zip(items[::2], items[1::2], strict=True))
+    except TypeError as error:
+        raise DecodeError(f"a dict in the message has a key that can't be one: {error}") from error
+
+
 def _scalar(data: memoryview) -> Any:
     tag, content = _unpack_scalar(data)
     if tag == "U":
@@ -533,10 +542,11 @@ def _scalar(data: memoryview) -> Any:
 
 
 def _datetime(data: memoryview) -> datetime:
-    iso, fold = _unpack_datetime(data)
+    iso, fold, offset = _unpack_datetime(data)
     try:
-        return datetime.fromisoformat(iso).replace(fold=fold)
-    except ValueError as error:
+        zone = None if offset is None else timezone(timedelta(microseconds=offset))
+        return datetime.fromisoformat(iso).replace(fold=fold, tzinfo=zone)
+    except (OverflowError, ValueError) as error:
         raise DecodeError(f"the message has a datetime that can't be one: {iso[:50]!r}") from error
 
 

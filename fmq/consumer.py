@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fmq import codec, encoding
 from fmq.doorbell import ConsumerBell, Nudge
 from fmq.errors import ClosedError, ForkedError, ProtocolError, QueueEmptyError
+from fmq.lifetime import close_at_exit, collected
 from fmq.message import Message
 from fmq.paths import QueueLock, QueuePath
 from fmq.protocol import ConsumerProtocol
@@ -81,6 +82,7 @@ class ConsumerBase:
         self._last_wait = _SPIN_IF_WITHIN
         self._may_spin = len(os.sched_getaffinity(0)) > 1
         abandon_in_child(self)
+        close_at_exit(self)
         for finding in collect(self._path.rings):
             if finding.removed:
                 logger.info("queue %s: removed %s: %s", self.queue, finding.name, finding.reason)
@@ -90,6 +92,11 @@ class ConsumerBase:
     def queue(self) -> str:
         """The name of the queue."""
         return self._path.queue
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or is a forked child's copy."""
+        return self._refusal is not None
 
     def __repr__(self) -> str:
         state = "open" if self._refusal is None else "closed"
@@ -215,6 +222,14 @@ class ConsumerBase:
             self._queue_lock.release()
             self._nudge.set()
         self._path.tidy()
+
+    def give_up(self) -> None:
+        """Close now; what was not released is the next consumer's. Raises ViewsHeldError while arrays are alive."""
+        self._shut()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_refusal"):
+            collected(self)
 
     def abandon(self) -> None:
         """In a forked child: refuse every further use. Called by the fork itself."""

@@ -17,6 +17,7 @@ from fmq import codec
 from fmq.doorbell import ProducerBell
 from fmq.encoding import MSGPACK, RAW
 from fmq.errors import ClosedError, ForkedError, PeerUnavailableError, ProtocolError, QueueFullError, QueueTimeoutError
+from fmq.lifetime import close_at_exit, collected
 from fmq.outgoing import INLINE_BYTES, Loans, Outgoing
 from fmq.paths import QueuePath, consumer_is_alive
 from fmq.protocol import ProducerProtocol
@@ -86,6 +87,7 @@ class ProducerBase:
         self._waiter = LoopWaiter(self._descriptors)
         self._copier: ThreadPoolExecutor | None = None
         abandon_in_child(self)
+        close_at_exit(self)
 
     @property
     def queue(self) -> str:
@@ -96,6 +98,11 @@ class ProducerBase:
     def ring(self) -> str:
         """The name of the segment that holds this producer's ring."""
         return self._writer.segment.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or is a forked child's copy."""
+        return self._refusal is not None
 
     def __repr__(self) -> str:
         state = "open" if self._refusal is None else "closed"
@@ -270,6 +277,14 @@ class ProducerBase:
                 logger.info("queue %s: %d messages are left to the next consumer", self.queue, unfinished)
             self._bell.close()
         self._path.tidy()
+
+    def give_up(self) -> None:
+        """Close without waiting: remove the ring if every message is done, else leave it to the next consumer."""
+        self._shut(self._refusal is None and self._writer.unfinished() == 0)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_refusal"):
+            collected(self)
 
     def abandon(self) -> None:
         """In a forked child: refuse every further use. Called by the fork itself."""
