@@ -151,26 +151,26 @@ class RingReader:
             if word & _KIND_AND_STATE != _MESSAGE:
                 self._pass(position, offset, word)
                 continue
-            buffers = extra >> 8
             end = offset + length
-            if (
-                RECORD_BYTES + body + REFERENCE.size * buffers > length
-                or end + RECORD_BYTES > self.size
-                or position + length > self._head
-            ):
-                raise self._corrupt(
-                    position,
-                    f"a message of {length} bytes at offset {offset} with a body of {body} and {buffers} buffers",
-                )
+            if end + RECORD_BYTES > self.size or position + length > self._head or length < RECORD_BYTES:
+                raise self._corrupt(position, f"a message of {length} bytes at offset {offset} of {self.size}")
             self._position = position + length
             self._offset = end
             if release & 0xFF or expires:
+                # First of all: of a message that is free, the writer may be making a JUMP, and its fields say nothing.
                 if not self._deliverable(offset, release & 0xFF, expires):
                     continue
                 if release & 0xFF == TAKEN:
                     deliveries += 1
                     words[(at >> 3) + DELIVERIES_WORD] = deliveries
                     words[REDELIVERED_COUNT] += 1
+            buffers = extra >> 8
+            if RECORD_BYTES + body + REFERENCE.size * buffers > length:
+                self._position, self._offset = position, offset
+                raise self._corrupt(
+                    position,
+                    f"a body of {body} bytes and {buffers} buffers in a message of {length} at offset {offset}",
+                )
             memory[at + RELEASE_BYTE] = TAKEN
             at += RECORD_BYTES
             return offset, sequence, extra & 0xFF, buffers, memory[at : at + body], timestamp, deliveries

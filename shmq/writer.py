@@ -485,6 +485,7 @@ class RingWriter:
         entries = list(self._chain)
         chain: deque[_Entry] = deque()
         gone: list[_Entry] = []
+        folded = False
         at = 0
         while at < len(entries):
             first = entries[at]
@@ -503,6 +504,7 @@ class RingWriter:
                 words[word + DESCRIPTOR_WORD] = descriptor(JUMP, COMMITTED, span)
                 chain.append((first[0], RECORD_BYTES, first[2], None, (), target))
                 gone += run[1:]
+                folded = True
                 for entry in run:
                     self._forget(entry)
                 at = end
@@ -510,7 +512,7 @@ class RingWriter:
                 end = max(end, at + 1)
                 chain.extend(entries[at:end])
                 at = end
-        if len(chain) == len(entries):
+        if not folded:
             return False
         self._chain = chain
         self._extents = self._trace()
