@@ -25,9 +25,10 @@ an index is an int, from 0.
 A buffer is the elements of an array in C order, or the bytes. The tags are those of ``fmq.arrays``.
 
 Encoding goes from cheap to dear. A tree of nothing but plain objects is recognised by the types of its items and
-encoded by a single call (0.4 + 0.2 us for a request of 900 characters). Else it is rewritten: copied along those paths
-that lead to something special, with the special replaced by its extension. Ints and strings are looked at one by one
-only after msgspec has refused one. Decoding is a single call of msgspec that hands every extension to a hook.
+encoded by a single call (0.7 + 0.2 us for a request of six fields and 20 ids). Else it is rewritten: copied along
+those paths that lead to something special, with the special replaced by its extension. Ints and strings are looked at
+one by one only after msgspec has refused one. Decoding is a single call of msgspec that hands every extension to a
+hook.
 
 All functions may be called from any thread, and at once; the caller must not change a tree while it is being encoded.
 """
@@ -48,6 +49,7 @@ from fmq.arrays import Array, Buffer, Buffers, array_over, copy_buffer, from_ten
 from fmq.errors import DecodeError, DTypeError, EncodeError
 
 __all__ = [
+    "MAX_DEPTH",
     "OUT_OF_BAND",
     "DTypeError",
     "DecodeError",
@@ -425,7 +427,7 @@ class Decoder:
         """
         try:
             if self._typed is None:
-                # A single call, if there are no extensions: 0.5 us for a request of 900 characters, as bare msgspec.
+                # A single call, if there are no extensions: 0.5 us for a request of six fields, as bare msgspec.
                 return _decode_alone(blob) if not views else _decode_tree(blob, views)
             if not views:
                 try:
