@@ -1,25 +1,40 @@
-"""What the tests of the queue share: a place of its own for every test, deadlines, child processes that can be killed."""
+"""What the tests of the queue share: a place of its own for every test, deadlines, children that can be killed."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
+import inspect
 import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 
-from fmq import AsyncConsumer, AsyncProducer, Consumer, Producer
+from fmq import (
+    AsyncConsumer,
+    AsyncProducer,
+    Consumer,
+    PeerUnavailableError,
+    Producer,
+    QueueEmptyError,
+    QueueFullError,
+    ViewsHeldError,
+)
 from fmq.paths import QueuePath
+from fmq.producer import ProducerBase
 from shmq import collect
+from shmq.layout import HEAD, TAIL, tail_names
 from shmq.segment import names
 
 DEADLINE_S = 20.0
@@ -36,9 +51,22 @@ def eventually(condition: Callable[[], Any], what: str, seconds: float = DEADLIN
     return result
 
 
+async def soon(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_S) -> Any:
+    """As ``eventually``, in an event loop that goes on meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"within {seconds} s it did not come about that {what}")
+        await asyncio.sleep(0.001)
+    return result
+
+
 def open_descriptors() -> int:
     """How many file descriptors this process has."""
     return len(os.listdir("/proc/self/fd"))
+
+
+_left: list[Any] = []
 
 
 class Place:
@@ -98,39 +126,63 @@ class Place:
         """Close what was made here, and discard what was not delivered."""
         gc.collect()
         # Producers first, and without waiting: some tests leave messages on purpose.
-        for kind in (Producer, AsyncProducer, Consumer, AsyncConsumer):
-            for thing in self._made:
-                if type(thing) is kind and isinstance(thing, (Producer, Consumer)):
-                    thing.close(**({"timeout": 0} if kind is Producer else {}))
-                elif type(thing) is kind:
-                    closing = thing.close(timeout=0) if isinstance(thing, AsyncProducer) else thing.close()
+        for thing in sorted(self._made, key=lambda thing: not isinstance(thing, ProducerBase)):
+            try:
+                closing = thing.close(timeout=0) if isinstance(thing, ProducerBase) else thing.close()
+                if inspect.isawaitable(closing):
                     run_to_end(closing)
+            except ViewsHeldError:
+                # A test that failed keeps its arrays until the next one begins.
+                _left.append(thing)
         self._made.clear()
         collect(self.path.rings, discard=True)
 
 
-def run_to_end(coroutine: Any) -> Any:
-    """Run a coroutine in an event loop of its own that nobody else notices."""
-    import asyncio
-
-    loop = asyncio.new_event_loop()
+def run_to_end(coroutine: Coroutine[Any, Any, Any], make_loop: Callable[[], Any] = asyncio.new_event_loop) -> Any:
+    """Run a coroutine in a new event loop, and cancel what it left, as ``asyncio.run`` does."""
+    loop = make_loop()
     try:
         return loop.run_until_complete(coroutine)
     finally:
+        for task in (left := asyncio.all_tasks(loop)):
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left))
+        loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 
 
 @pytest.fixture(name="place")
 def place_fixture() -> Iterator[Place]:
     """A place of its own for a queue; it has to be empty when the test is over."""
+    if _left:
+        sys.last_exc = sys.last_value = sys.last_traceback = None
+        gc.collect()
+        while _left:
+            _left[-1].close()
+            _left.pop()
     place = Place()
     try:
         yield place
         place.close()
+        assert not _left, "arrays that look into the ring are alive"
         assert place.files() == [], "sockets or locks were left behind"
         assert place.segments() == [], "segments were left behind"
     finally:
         shutil.rmtree(place.directory, ignore_errors=True)
+
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture(name="runner", params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def runner_fixture(request: pytest.FixtureRequest) -> Run:
+    """Runs a coroutine in a new event loop, of either kind, as ``asyncio.run`` does."""
+
+    def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return run_to_end(coroutine, request.param)
+
+    return run
 
 
 # -- the ring, from outside -------------------------------------------------------------------------------------------
@@ -156,6 +208,37 @@ def lies_in(array: np.ndarray[Any, Any], name: str) -> bool:
     """Whether an array's memory is that of a segment."""
     start = address_of(array)
     return any(low <= start and start + array.nbytes <= high for low, high in mappings(name))
+
+
+def is_empty(producer: ProducerBase) -> bool:
+    """Whether all of a producer's ring is free again."""
+    writer = producer._writer
+    with producer._lock:
+        writer.reclaim()
+        return tail_names(writer.segment.words[TAIL], writer.segment.words[HEAD])
+
+
+def fill(producer: Producer, obj: Any = bytes(4000)) -> int:
+    """Put something until the ring is full, and return how often."""
+    count = 0
+    while True:
+        try:
+            producer.put(obj, timeout=0)
+        except (QueueFullError, PeerUnavailableError):
+            return count
+        count += 1
+
+
+def drain(consumer: Consumer) -> list[int]:
+    """Take and release everything, and return the sequences."""
+    sequences = []
+    while True:
+        try:
+            message = consumer.get(timeout=0)
+        except QueueEmptyError:
+            return sequences
+        sequences.append(message.sequence)
+        message.release()
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
