@@ -219,7 +219,8 @@ class RingWriter:
                 if payload not in payloads:
                     payloads.append(payload)
         length = align(end)
-        if not self._fits(length):
+        # No early turn here: that was for its payloads to decide.
+        if self._offset + length + RECORD_BYTES > self._limit and not self._make_room(length):
             return None
         offset, position, sequence = self._offset, self._position, self._sequence
         memory = self._memory
@@ -261,8 +262,10 @@ class RingWriter:
             return self.reserve_spill(nbytes)
         length = align(RECORD_BYTES + nbytes)
         # What announces the payload needs room as well, and finds it behind it.
-        if not self._fits(length + self._share):
-            return None
+        need = length + self._share
+        if self._offset + need + RECORD_BYTES > self._limit or self._offset > self._turn_at:
+            if not self._make_room(need):
+                return None
         offset, position = self._offset, self._position
         payload = Payload(nbytes, offset, position, None)
         self._append(PAYLOAD, RESERVED, length, nbytes)
@@ -438,12 +441,6 @@ class RingWriter:
             0,
             0,
         )
-
-    def _fits(self, length: int) -> bool:
-        offset = self._offset
-        if offset + length + RECORD_BYTES > self._limit or offset > self._turn_at:
-            return self._make_room(length)
-        return True
 
     def _make_room(self, length: int) -> bool:
         """Bring the writer to a place where ``length`` bytes and a JUMP fit. False if there is none."""
