@@ -263,9 +263,9 @@ class RingWriter:
         length = align(RECORD_BYTES + nbytes)
         # What announces the payload needs room as well, and finds it behind it.
         need = length + self._share
-        if self._offset + need + RECORD_BYTES > self._limit or self._offset > self._turn_at:
-            if not self._make_room(need):
-                return None
+        fits = self._offset + need + RECORD_BYTES <= self._limit and self._offset <= self._turn_at
+        if not fits and not self._make_room(need):
+            return None
         offset, position = self._offset, self._position
         payload = Payload(nbytes, offset, position, None)
         self._append(PAYLOAD, RESERVED, length, nbytes)
