@@ -216,10 +216,11 @@ class RingReader:
             target = offset + length
         else:
             raise self._corrupt(position, f"a record of unknown kind {kind} at offset {offset}")
+        if self._words[(HEADER_BYTES + offset) >> 3] != position:
+            # Reclaimed, and perhaps written over, before the target was read.
+            return
         if target % ALIGN or target + RECORD_BYTES > self.size:
             raise self._corrupt(position, f"a chain that goes on at offset {target} of {self.size}")
-        if self._words[(HEADER_BYTES + offset) >> 3] != position:
-            return
         self._position = position + length
         self._offset = target
 
