@@ -43,9 +43,12 @@ A record::
 
     descriptor = length << 10 | state << 8 | kind           one word, so that kind and length change together; length
                                                             is a multiple of 64, so it begins at bit 16
-    extra      = JUMP: the offset at which the chain goes on
+    extra      = JUMP: the offset at which the chain goes on (JUMP_OTHER: the body length holds it, see below)
                  MESSAGE: number of references << 8 | encoding
     deliveries = how often a consumer was handed the message and died with it; written by the next consumer
+
+A JUMP whose target changes becomes a JUMP_OTHER, and that a JUMP again: the new target is stored in the word that does
+not count yet, then one store of the descriptor changes kind and length together.
 
 ``length`` is what the record takes of the position count: header, body and unused bytes; for a JUMP all that it stands
 for. The body of a MESSAGE is its blob, then (aligned to 8) one reference of four words for each buffer, then (aligned
@@ -112,6 +115,7 @@ RECORD_BYTES = 128
 RELEASE_BYTE = 64
 POSITION_WORD = 0
 DESCRIPTOR_WORD = 1
+BODY_WORD = 3
 EXTRA_WORD = 6
 DELIVERIES_WORD = 7
 
@@ -130,6 +134,10 @@ INVALID_POSITION = (1 << 64) - 1
 MESSAGE = 1
 PAYLOAD = 2
 JUMP = 3
+JUMP_OTHER = 4
+
+JUMP_TARGET_WORD = {JUMP: EXTRA_WORD, JUMP_OTHER: BODY_WORD}
+"""Which word of a record holds the target of its JUMP."""
 
 # state
 RESERVED = 1

@@ -36,7 +36,6 @@ from shmq.layout import (
     DONE,
     EPOCH,
     EXPIRED_COUNT,
-    EXTRA_WORD,
     FOLDS,
     FREE,
     GENERATION,
@@ -45,7 +44,7 @@ from shmq.layout import (
     IN_RECORD,
     IN_RING,
     IN_SPILL,
-    JUMP,
+    JUMP_TARGET_WORD,
     MESSAGE,
     NEW_RECORD,
     PAYLOAD,
@@ -210,8 +209,8 @@ class RingReader:
             self._head = max(self._head, self._words[HEAD])
         if length < RECORD_BYTES or length % ALIGN or position + length > self._head:
             raise self._corrupt(position, f"a record of kind {kind} and {length} bytes at offset {offset}")
-        if kind == JUMP:
-            target = self._words[((HEADER_BYTES + offset) >> 3) + EXTRA_WORD]
+        if kind in JUMP_TARGET_WORD:
+            target = self._words[((HEADER_BYTES + offset) >> 3) + JUMP_TARGET_WORD[kind]]
         elif kind == PAYLOAD:
             target = offset + length
         else:

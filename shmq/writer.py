@@ -41,7 +41,6 @@ from shmq.layout import (
     DONE,
     DOORBELLS,
     EPOCH,
-    EXTRA_WORD,
     FOLDS,
     FREE,
     HEAD,
@@ -52,6 +51,8 @@ from shmq.layout import (
     IN_SPILL,
     INVALID_POSITION,
     JUMP,
+    JUMP_OTHER,
+    JUMP_TARGET_WORD,
     MAX_LENGTH,
     MAX_RING_SIZE,
     MESSAGE,
@@ -496,9 +497,10 @@ class RingWriter:
             span = position - first[2]
             if sum(entry[1] for entry in run) > RECORD_BYTES and span <= MAX_LENGTH:
                 word = (HEADER_BYTES + first[0]) // 8
-                words[word + EXTRA_WORD] = target
+                kind = JUMP_OTHER if words[word + DESCRIPTOR_WORD] & 0xFF == JUMP else JUMP
+                words[word + JUMP_TARGET_WORD[kind]] = target
                 fence.publish()
-                words[word + DESCRIPTOR_WORD] = descriptor(JUMP, COMMITTED, span)
+                words[word + DESCRIPTOR_WORD] = descriptor(kind, COMMITTED, span)
                 chain.append((first[0], RECORD_BYTES, first[2], None, (), target))
                 gone += run[1:]
                 folded = True
