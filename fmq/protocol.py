@@ -61,6 +61,7 @@ class ProducerProtocol:
         """Why the consumer can't read this ring; empty if nothing is known to be wrong."""
         self._greeted = 0
         self._rung = 0
+        self._rung_at = 0
         self._wish = 0
         self._waiting = 0
 
@@ -89,8 +90,10 @@ class ProducerProtocol:
             self._greeted = epoch
             frames.append(self.hello())
         asleep = writer.asleep()
-        if asleep and asleep != self._rung:
+        # Not for what was announced before: a waiting producer and a sleeping consumer would keep each other awake.
+        if asleep and asleep != self._rung and writer.position != self._rung_at:
             self._rung = asleep
+            self._rung_at = writer.position
             writer.count_doorbell()
             frames.append(wire.encode(wire.Doorbell(writer.segment.name, writer.position, writer.next_sequence)))
         return frames
@@ -171,9 +174,7 @@ class ConsumerProtocol:
         if source is not None:
             source.address = address
         if isinstance(frame, wire.Hello):
-            problem = (
-                "" if source is not None else self._refused.get(frame.ring, "it is not there")
-            )
+            problem = "" if source is not None else self._refused.get(frame.ring, "it is not there")
             return [(address, wire.encode(wire.Welcome(wire.VERSION, problem)))]
         return []
 

@@ -114,6 +114,7 @@ class RingReader:
         self._closed = False
         self._looked_at = (0, 0, -1)
         self._answered = 0
+        self._has_freed = False
         self._position, self._offset = self._find_tail()
         self._head = self._position
         if not peek:
@@ -354,6 +355,7 @@ class RingReader:
         """Give back a message that has no lease: done, and its space free. One store; *any thread*."""
         if not self._closed:
             self._memory[HEADER_BYTES + offset + RELEASE_BYTE] = FREE
+            self._has_freed = True
 
     def finish(self, lease: Lease) -> None:
         """Mark a leased message as done, and free it if no view of it is left."""
@@ -380,17 +382,22 @@ class RingReader:
             return
         if lease.views:
             self._memory[HEADER_BYTES + lease.offset + RELEASE_BYTE] = DONE
+            self._has_freed = True
         else:
             self.free(lease.offset)
             del self._leases[lease.offset]
 
     def wanted(self) -> int:
-        """The number of a producer's request for space that was not answered yet, or 0."""
+        """The number of a producer's request for space that is to be answered now, or 0.
+
+        Only what was given back since the last answer is worth one; else two idle sides would keep each other awake.
+        """
         number = int(self._words[WANTED])
-        return 0 if number == self._answered else number
+        return number if self._has_freed and number != self._answered else 0
 
     def answered(self, number: int) -> None:
         """Note that the producer is being woken."""
+        self._has_freed = False
         self._answered = number
 
     def sleep(self, number: int) -> None:
