@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ from fmq.paths import QueueLock, QueuePath
 from fmq.protocol import ConsumerProtocol
 from fmq.rings import QueueRings
 from fmq.waiting import LoopWaiter, Steps, deadline_of, run, run_async
-from shmq import ViewsHeldError, collect
+from shmq import ShmqError, ViewsHeldError, collect
 from shmq.segment import abandon_in_child
 
 logger = logging.getLogger("fmq")
@@ -115,9 +116,21 @@ class ConsumerBase:
     def _take_many(self, first: Message, limit: int) -> list[Message]:
         messages = [first]
         with self._lock:
-            while len(messages) < limit and self._refusal is None and (message := self._protocol.take()) is not None:
-                messages.append(message)
+            try:
+                while len(messages) < limit and (message := self._take_one()) is not None:
+                    messages.append(message)
+            except ShmqError as error:
+                # Not now: it would take along what was taken already.
+                if self._refusal is None:
+                    self._defer(error)
         return messages
+
+    def _defer(self, error: Exception) -> None:
+        def take() -> Message | None:
+            self._take_one = self._protocol.take
+            raise error
+
+        self._take_one = take
 
     def _released(self) -> None:
         """A message was given back, on any thread: settle it and wake who waits for its space."""
@@ -217,11 +230,15 @@ class ConsumerBase:
             self._protocol.close()
             self._refuse(ClosedError(f"this consumer of queue {self.queue} was closed; make another one"))
             self._bell.close()
+            self._waiter.close(self._close_descriptors)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path.socket)
             self._queue_lock.release()
-            self._nudge.set()
         self._path.tidy()
+
+    def _close_descriptors(self) -> None:
+        self._nudge.close()
+        self._bell.close_descriptor()
 
     def give_up(self) -> None:
         """Close now; what was not released is the next consumer's. Raises ViewsHeldError while arrays are alive."""
@@ -257,6 +274,7 @@ class Consumer(ConsumerBase):
         Raises QueueEmptyError, ClosedError, and for a message that can't be had CorruptRecordError or DecodeError; such
         a message is done, and the next call gives the one after it.
         """
+        deadline = math.inf if timeout is None else deadline_of(timeout)
         # As in _take, whose call would cost 0.1 us.
         lock = self._lock
         lock.acquire()
@@ -266,7 +284,6 @@ class Consumer(ConsumerBase):
             lock.release()
         if message is not None:
             return message
-        deadline = deadline_of(timeout)
         begun = time.monotonic()
         if self._may_spin and self._last_wait < _SPIN_IF_WITHIN:
             message = self._spin(min(deadline, begun + _SPIN_SECONDS))
@@ -286,13 +303,13 @@ class Consumer(ConsumerBase):
 
     def __iter__(self) -> Iterator[Message]:
         """Messages without end; stops when the consumer is closed."""
-        while True:
-            try:
-                message = self.get()
-            except ClosedError:
-                return
-            yield message
-            del message
+        return self
+
+    def __next__(self) -> Message:
+        try:
+            return self.get()
+        except ClosedError:
+            raise StopIteration from None
 
     def close(self) -> None:
         """Give up the queue; what was not released is the next consumer's. Idempotent.
@@ -318,24 +335,25 @@ class AsyncConsumer(ConsumerBase):
 
     async def get(self, *, timeout: float | None = None) -> Message:
         """As Consumer.get."""
+        deadline = deadline_of(timeout)
         message = self._take()
         if message is not None:
             return message
-        return await run_async(self._wait(), self._waiter, deadline_of(timeout), _RECHECK, self._empty)
+        return await run_async(self._wait(), self._waiter, deadline, _RECHECK, self._empty)
 
     async def get_many(self, limit: int = 1024, *, timeout: float | None = None) -> list[Message]:
         """As Consumer.get_many."""
         return self._take_many(await self.get(timeout=timeout), limit)
 
-    async def __aiter__(self) -> AsyncIterator[Message]:
+    def __aiter__(self) -> AsyncIterator[Message]:
         """Messages without end; stops when the consumer is closed."""
-        while True:
-            try:
-                message = await self.get()
-            except ClosedError:
-                return
-            yield message
-            del message
+        return self
+
+    async def __anext__(self) -> Message:
+        try:
+            return await self.get()
+        except ClosedError:
+            raise StopAsyncIteration from None
 
     async def close(self) -> None:
         """As Consumer.close."""

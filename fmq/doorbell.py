@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import zmq
 
+from fmq.errors import FmqError
+
 _LINGER_MS = 100
 """How long closing may take for a Goodbye that is still on its way."""
 _RECONNECT_MS = 50
@@ -24,10 +26,18 @@ class _Bell:
     def __init__(self, kind: int) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        # A copy: ZeroMQ closes its own as soon as the socket is closed, be it polled or not.
+        self._fd = os.dup(int(self._socket.getsockopt(zmq.FD)))
 
     def fileno(self) -> int:
-        """The descriptor to poll for reading."""
-        return int(self._socket.getsockopt(zmq.FD))
+        """The descriptor to poll for reading; it stays open until ``close_descriptor``."""
+        return self._fd
+
+    def close_descriptor(self) -> None:
+        """Close what ``fileno`` gave, when nobody polls it any more. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def readable(self) -> bool:
         """Whether a frame has come in."""
@@ -72,9 +82,10 @@ class ConsumerBell(_Bell):
         self._endpoint = endpoint
         try:
             self._socket.bind(endpoint)
-        except BaseException:
+        except zmq.ZMQError as error:
             self._socket.close(linger=0)
-            raise
+            self.close_descriptor()
+            raise FmqError(f"the doorbell socket {endpoint} can't be bound: {error}") from error
 
     def send(self, address: bytes, frame: bytes) -> None:
         """Send a frame to one producer; one that is gone, or does not read, misses it."""
@@ -104,7 +115,7 @@ class Nudge:
 
     def set(self) -> None:
         """Wake whoever waits, or the next who will."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,8 @@ class Message(msgspec.Struct, eq=False, weakref=True):
         offset, self._offset = self._offset, -1
         if offset < 0:
             return
-        del self.payload
+        with contextlib.suppress(AttributeError):
+            del self.payload
         self._give_back(offset)
 
     def detach(self) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -118,17 +119,38 @@ class Outgoing:
             self._places.append(place)
 
     def place(self) -> bool:
-        """Reserve what is still without a place. False if there is no room for the next one now; the lock is held."""
-        for index, place in enumerate(self._places):
+        """Reserve a place for each large buffer, or for none of them: False if there is no room now. The lock is held.
+
+        Arrays that fit the ring one by one, but not together, spill.
+        """
+        if self._reserved:
+            return True
+        writer = self._writer
+        room = writer.max_payload
+        reserved: list[Payload | None] = []
+        for buffer, place in zip(self._buffers, self._places, strict=True):
+            payload = None
             if place is None:
-                buffer = self._buffers[index]
-                payload = self._writer.reserve(buffer.nbytes)
+                nbytes = buffer.nbytes
+                room -= nbytes
+                payload = writer.reserve(nbytes) if room >= 0 else writer.reserve_spill(nbytes)
                 if payload is None:
+                    # Not kept while we wait: it might be in our own way, or in that of another put that waits.
+                    self._give_back(reserved)
                     return False
+            reserved.append(payload)
+        for index, payload in enumerate(reserved):
+            if payload is not None:
+                buffer = self._buffers[index]
                 self._places[index] = (payload, 0, buffer.nbytes)
                 self._reserved.append(payload)
                 self._to_copy.append((buffer, payload))
         return True
+
+    def _give_back(self, payloads: Sequence[Payload | None]) -> None:
+        for payload in payloads:
+            if payload is not None:
+                self._writer.let_go(payload)
 
     def copy(self) -> None:
         """Copy the large buffers into their places. Needs no lock, and leaves the interpreter lock to other threads."""
@@ -152,8 +174,7 @@ class Outgoing:
 
     def finish(self) -> None:
         """Let go of the payloads, whether the message was posted or not; the lock is held. Idempotent."""
-        for payload in self._reserved:
-            self._writer.let_go(payload)
+        self._give_back(self._reserved)
 
     def _copy(self, index: int, target: NDArray[np.uint8]) -> None:
         codec.copy_buffer(self._buffers[index], target)

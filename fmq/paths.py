@@ -52,9 +52,18 @@ class QueuePath:
     def make_directory(self) -> None:
         """Make the namespace's directory, for this user alone. Raises FmqError if others could write there."""
         for directory in (self._runtime, self.directory):
-            with contextlib.suppress(FileExistsError):
-                os.makedirs(directory, mode=0o700)
-            status = os.stat(directory)
+            try:
+                with contextlib.suppress(FileExistsError):
+                    os.makedirs(directory, mode=0o700)
+                status = os.stat(directory)
+            except FileNotFoundError:
+                # Removed by who found it empty; whoever needs it makes it again.
+                continue
+            except OSError as error:
+                raise FmqError(
+                    f"{directory}, for the sockets of queues, can't be made: {error}; set FMQ_RUNTIME_DIR to a "
+                    "directory that can"
+                ) from error
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
                 raise FmqError(
                     f"{directory} can't hold the sockets of queues: it has to be a directory of user {os.getuid()} "

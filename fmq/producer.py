@@ -257,10 +257,12 @@ class ProducerBase:
         )
 
     def _not_flushed(self) -> Exception:
-        return QueueTimeoutError(
-            f"queue {self.queue}: {self._writer.unfinished()} messages are not yet done; the consumer is slow, or "
-            "holds them"
-        )
+        with self._lock:
+            unfinished = 0 if self._refusal else self._writer.unfinished()
+        what = f"queue {self.queue} in {self._path.namespace}: {unfinished} messages are not yet done, and "
+        if not consumer_is_alive(self._path):
+            return PeerUnavailableError(what + "no consumer is alive; start one (what was put is kept for it)")
+        return QueueTimeoutError(what + "the time is over; the consumer is slow, or holds them")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -276,6 +278,7 @@ class ProducerBase:
             else:
                 logger.info("queue %s: %d messages are left to the next consumer", self.queue, unfinished)
             self._bell.close()
+            self._waiter.close(self._bell.close_descriptor)
         self._path.tidy()
 
     def give_up(self) -> None:
@@ -311,6 +314,8 @@ class Producer(ProducerBase):
         within ``ttl`` seconds is not delivered any more. Raises QueueFullError, PeerUnavailableError, EncodeError,
         TooLargeError, SegmentSpaceError, ClosedError; then nothing was put.
         """
+        if timeout is not TIMEOUT:
+            deadline_of(timeout)
         encoding, blob, buffers = (RAW, obj, _NO_BUFFERS) if type(obj) is bytes else self._encode(obj)
         if not buffers and len(blob) <= self._inline:
             # As in _post_small, whose call would cost 0.1 us.
@@ -359,7 +364,7 @@ class Producer(ProducerBase):
         """Wait until every message is done. Raises QueueTimeoutError, PeerUnavailableError if no consumer is alive."""
         deadline = deadline_of(timeout)
         if not run(self._drained(), self._descriptors, deadline, _RECHECK, self._not_flushed):
-            raise self._expired()
+            raise self._not_flushed()
 
     def close(self, *, timeout: float | None = CLOSE_TIMEOUT) -> None:
         """Wait up to ``timeout`` seconds until every message is done, and remove the ring. Idempotent.
@@ -392,6 +397,7 @@ class AsyncProducer(ProducerBase):
 
     async def put(self, obj: Any, *, timeout: float | None = TIMEOUT, ttl: float | None = None) -> int:
         """As Producer.put."""
+        deadline_of(timeout)
         encoding, blob, buffers = self._encode(obj)
         if not buffers and len(blob) <= self._inline:
             sequence = self._post_small(encoding, blob, ttl)
@@ -423,7 +429,7 @@ class AsyncProducer(ProducerBase):
     async def flush(self, *, timeout: float | None = TIMEOUT) -> None:
         """As Producer.flush."""
         if not await self._drive(self._drained(), timeout, self._not_flushed):
-            raise self._expired()
+            raise self._not_flushed()
 
     async def close(self, *, timeout: float | None = CLOSE_TIMEOUT) -> None:
         """As Producer.close."""

@@ -102,6 +102,7 @@ class LoopWaiter:
         self._descriptors = tuple(descriptors)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: set[asyncio.Future[None]] = set()
+        self._when_idle: Callable[[], None] | None = None
 
     async def wait(self, timeout: float) -> None:
         """Wait until a descriptor is readable, for at most ``timeout`` seconds."""
@@ -124,6 +125,20 @@ class LoopWaiter:
             if not self._waiting:
                 for descriptor in self._descriptors:
                     loop.remove_reader(descriptor)
+                if self._when_idle is not None:
+                    self._when_idle()
+
+    def close(self, when_idle: Callable[[], None]) -> None:
+        """Wake all who wait, and call ``when_idle`` when none is left: only then may the descriptors be closed.
+
+        May be called from any thread.
+        """
+        loop = self._loop
+        if not self._waiting or loop is None or loop.is_closed():
+            when_idle()
+            return
+        self._when_idle = when_idle
+        loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         for future in self._waiting:

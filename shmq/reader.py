@@ -392,6 +392,8 @@ class RingReader:
 
         Only what was given back since the last answer is worth one; else two idle sides would keep each other awake.
         """
+        if self._closed:
+            return 0
         number = int(self._words[WANTED])
         return number if self._has_freed and number != self._answered else 0
 

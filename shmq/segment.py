@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import struct
 import time
 import weakref
 from typing import Protocol
@@ -61,12 +62,7 @@ class Segment:
 
         Raises SegmentExistsError, SegmentSpaceError, or SegmentError for a name that can't be used.
         """
-        encoded = name.encode()
-        if not name or "/" in name or len(encoded) > MAX_NAME_BYTES:
-            raise SegmentError(
-                f"{name!r} can't name a segment: 1 to {MAX_NAME_BYTES} bytes without a slash are needed, "
-                f"and these are {len(encoded)}"
-            )
+        _check_name(name)
         size = layout.HEADER_BYTES + layout.align(payload_bytes, layout.PAGE)
         _check_space(name, size)
         # Made under another name and linked when it is whole: nobody ever sees half a segment under its own name.
@@ -75,7 +71,7 @@ class Segment:
             handle = posix_ipc.SharedMemory("/" + making, flags=posix_ipc.O_CREX, mode=0o600, size=0)
         except posix_ipc.ExistentialError:
             raise SegmentExistsError(f"segment {name} is being made by somebody else; choose another name") from None
-        except OSError as error:
+        except (OSError, posix_ipc.Error) as error:
             raise SegmentError(f"segment {name} can't be created in {DIRECTORY}: {error}") from error
         try:
             with _Descriptor(handle.fd) as fd, _Descriptor(_open(making)) as lock:
@@ -99,23 +95,14 @@ class Segment:
 
         Raises SegmentMissingError, ForeignSegmentError, LayoutVersionError or TruncatedSegmentError.
         """
+        _check_name(name)
         with _Descriptor(_open(name)) as lock:
-            size = os.fstat(lock.fd).st_size
-            if size < layout.HEADER_BYTES:
-                raise TruncatedSegmentError(
-                    f"segment {name} has {size} bytes, and its header alone takes {layout.HEADER_BYTES}; "
-                    "it was cut short, and can't be read"
-                )
+            # Before anything is mapped: to map a file is to allocate its pages.
+            size = _check_identity(name, lock.fd, magic)
             # Through a description of its own: a mapping keeps one, and in a forked child that would keep the lock.
             with _Descriptor(os.open(f"/proc/self/fd/{lock.fd}", os.O_RDWR | os.O_CLOEXEC)) as again:
                 memory = _map(again.fd, size)
-            segment = cls(name, memory, size, lock.detach())
-        try:
-            segment._check_identity(magic)
-        except BaseException:
-            segment.close()
-            raise
-        return segment
+            return cls(name, memory, size, lock.detach())
 
     def _write_identity(self, magic: int, payload_bytes: int, ring_id: bytes) -> None:
         words = self.words
@@ -129,25 +116,6 @@ class Segment:
         words[layout.OWNER_PID] = os.getpid()
         words[layout.CREATED] = time.time_ns()
         words[layout.MAGIC] = magic
-
-    def _check_identity(self, magic: int) -> None:
-        words = self.words
-        if words[layout.MAGIC] != magic:
-            raise ForeignSegmentError(
-                f"segment {self.name} is no shmq {_KINDS[magic]}: it begins with {bytes(self.memory[:8])!r}; "
-                f"something else made the file of that name in {DIRECTORY}, and it was left alone"
-            )
-        if words[layout.LAYOUT_VERSION] != layout.VERSION or words[layout.HEADER_SIZE] != layout.HEADER_BYTES:
-            raise LayoutVersionError(
-                f"segment {self.name} has layout {words[layout.LAYOUT_VERSION]}, and this version of shmq reads "
-                f"layout {layout.VERSION}; run the same version of shmq in all processes of a queue"
-            )
-        expected = layout.HEADER_BYTES + layout.align(words[layout.RING_SIZE], layout.PAGE)
-        if expected != self.size:
-            raise TruncatedSegmentError(
-                f"segment {self.name} has {self.size} bytes, and its header says {expected}; it was damaged, "
-                "and its messages can't be read"
-            )
 
     @property
     def ring_id(self) -> bytes:
@@ -226,11 +194,14 @@ class _Descriptor:
 
 
 def unlink(name: str) -> bool:
-    """Remove a segment's name; its memory goes with its last mapping. False if there was none of that name."""
+    """Remove a segment's name; its memory goes with its last mapping. False if there was none. Raises SegmentError."""
+    _check_name(name)
     try:
         posix_ipc.unlink_shared_memory("/" + name)
     except posix_ipc.ExistentialError:
         return False
+    except (OSError, posix_ipc.Error) as error:
+        raise SegmentError(f"segment {name} can't be removed: {error}") from error
     return True
 
 
@@ -264,8 +235,48 @@ def _open(name: str) -> int:
         return int(posix_ipc.SharedMemory("/" + name).fd)
     except posix_ipc.ExistentialError:
         raise SegmentMissingError(f"there is no segment {name} in {DIRECTORY}; its owner has removed it") from None
-    except (OSError, ValueError) as error:
+    except (OSError, posix_ipc.Error) as error:
         raise SegmentError(f"segment {name} can't be opened: {error}") from error
+
+
+def _check_name(name: str) -> None:
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError:
+        length = 0
+    if not 0 < length <= MAX_NAME_BYTES or "/" in name or "\0" in name:
+        raise SegmentError(
+            f"{name!r} can't name a segment: 1 to {MAX_NAME_BYTES} bytes of UTF-8 are needed, without slash and NUL"
+        )
+
+
+def _check_identity(name: str, fd: int, magic: int) -> int:
+    """The size in bytes of the segment that is open as ``fd``, if it is what it should be."""
+    size = os.fstat(fd).st_size
+    head = os.pread(fd, 4 * 8, 0)
+    if len(head) < 4 * 8:
+        raise TruncatedSegmentError(
+            f"segment {name} has {size} bytes, and its header alone takes {layout.HEADER_BYTES}; it was cut short, and "
+            "can't be read"
+        )
+    found, version, header_size, ring_size = struct.unpack("@4Q", head)
+    if found != magic:
+        raise ForeignSegmentError(
+            f"segment {name} is no shmq {_KINDS[magic]}: it begins with {head[:8]!r}; something else made the file of "
+            f"that name in {DIRECTORY}, and it was left alone"
+        )
+    if version != layout.VERSION or header_size != layout.HEADER_BYTES:
+        raise LayoutVersionError(
+            f"segment {name} has layout {version}, and this version of shmq reads layout {layout.VERSION}; run the "
+            "same version of shmq in all processes of a queue"
+        )
+    expected = layout.HEADER_BYTES + layout.align(ring_size, layout.PAGE)
+    if expected != size:
+        raise TruncatedSegmentError(
+            f"segment {name} has {size} bytes, and its header says {expected}; it was damaged, and its messages can't "
+            "be read"
+        )
+    return size
 
 
 def _lock(fd: int) -> bool:
