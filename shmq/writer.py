@@ -219,7 +219,8 @@ class RingWriter:
                 parts.append(payload.reference(first, nbytes))
                 if payload not in payloads:
                     payloads.append(payload)
-        length = align(end)
+        # With room for a JUMP behind, so that the same again fits where this was.
+        length = align(end) + (RECORD_BYTES if payloads else 0)
         # No early turn here: that was for its payloads to decide.
         if self._offset + length + RECORD_BYTES > self._limit and not self._make_room(length):
             return None
@@ -263,9 +264,8 @@ class RingWriter:
             return self.reserve_spill(nbytes)
         length = align(RECORD_BYTES + nbytes)
         # What announces the payload needs room as well, and finds it behind it.
-        need = length + self._share
-        fits = self._offset + need + RECORD_BYTES <= self._limit and self._offset <= self._turn_at
-        if not fits and not self._make_room(need):
+        fits = self._offset + length + self._share + RECORD_BYTES <= self._limit and self._offset <= self._turn_at
+        if not fits and not self._make_room(length, self._share):
             return None
         offset, position = self._offset, self._position
         payload = Payload(nbytes, offset, position, None)
@@ -443,26 +443,40 @@ class RingWriter:
             0,
         )
 
-    def _make_room(self, length: int) -> bool:
-        """Bring the writer to a place where ``length`` bytes and a JUMP fit. False if there is none."""
+    def _make_room(self, length: int, share: int = 0) -> bool:
+        """Bring the writer to a place where ``length`` bytes and a JUMP fit. False if there is none.
+
+        ``share`` more bytes have to stay free behind them, or in one piece elsewhere.
+        """
         self.reclaim()
         if self._offset > self._turn_at:
-            start, end = next(iter(self._gaps(self._offset + RECORD_BYTES)), (0, 0))
-            if start == 0 and end >= max(length + RECORD_BYTES, self._lap // 2):
-                self._turn(start, end)
+            gap = self._find_gap(length, share)
+            if gap is not None and gap[0] < self._offset and gap[1] - gap[0] >= self._lap // 2:
+                self._turn(*gap)
                 return True
             # Not yet: look again a little later, not at each record.
             self._turn_at = self._offset + self._lap // 4
-        if self._offset + length + RECORD_BYTES <= self._limit or self._turn_to_fit(length):
-            return True
-        return self._fold() and (self._offset + length + RECORD_BYTES <= self._limit or self._turn_to_fit(length))
+        return self._go_where_it_fits(length, share) or (self._fold() and self._go_where_it_fits(length, share))
 
-    def _turn_to_fit(self, length: int) -> bool:
-        for start, end in self._gaps(self._offset + RECORD_BYTES):
-            if end - start >= length + RECORD_BYTES:
-                self._turn(start, end)
-                return True
-        return False
+    def _go_where_it_fits(self, length: int, share: int) -> bool:
+        if self._offset + length + share + RECORD_BYTES <= self._limit:
+            return True
+        gap = self._find_gap(length, share)
+        if gap is None:
+            return False
+        self._turn(*gap)
+        return True
+
+    def _find_gap(self, length: int, share: int) -> tuple[int, int] | None:
+        """The first free stretch, as (start, end), that takes ``length`` bytes and leaves ``share`` in one piece."""
+        gaps = self._gaps(self._offset + RECORD_BYTES)
+        for gap in gaps:
+            left = gap[1] - gap[0] - length - RECORD_BYTES
+            if left >= 0 and (
+                left >= share or any(end - start >= share + RECORD_BYTES for start, end in gaps if start != gap[0])
+            ):
+                return gap
+        return None
 
     def _turn(self, start: int, end: int) -> None:
         """Close the last extent with a JUMP, and go on in the free stretch from ``start`` to ``end``."""
