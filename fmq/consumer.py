@@ -204,7 +204,9 @@ class ConsumerBase:
         """Look for a message until then, before sleeping, if the last one came quickly."""
         protocol = self._protocol
         while time.monotonic() < until:
-            if protocol.has_more():
+            with self._lock:
+                more = self._refusal is not None or protocol.has_more()
+            if more:
                 message = self._take()
                 if message is not None:
                     return message

@@ -125,26 +125,47 @@ class Outgoing:
         """
         if self._reserved:
             return True
-        writer = self._writer
-        room = writer.max_payload
         reserved: list[Payload | None] = []
-        for buffer, place in zip(self._buffers, self._places, strict=True):
-            payload = None
-            if place is None:
-                nbytes = buffer.nbytes
-                room -= nbytes
-                payload = writer.reserve(nbytes) if room >= 0 else writer.reserve_spill(nbytes)
-                if payload is None:
-                    # Not kept while we wait: it might be in our own way, or in that of another put that waits.
-                    self._give_back(reserved)
-                    return False
-            reserved.append(payload)
+        try:
+            complete = self._reserve(reserved)
+        except BaseException:
+            self._give_back(reserved)
+            raise
+        if not complete:
+            # Not kept while we wait: it might be in our own way, or in that of another put that waits.
+            self._give_back(reserved)
+            return False
         for index, payload in enumerate(reserved):
             if payload is not None:
                 buffer = self._buffers[index]
                 self._places[index] = (payload, 0, buffer.nbytes)
                 self._reserved.append(payload)
                 self._to_copy.append((buffer, payload))
+        return True
+
+    def _reserve(self, reserved: list[Payload | None]) -> bool:
+        """Append a payload, or None if it needs none, for each buffer. False if there is no room for the next one."""
+        writer = self._writer
+        in_ring, in_spills = writer.max_payload, writer.spill_limit
+        for buffer, place in zip(self._buffers, self._places, strict=True):
+            payload = None
+            if place is None:
+                nbytes = buffer.nbytes
+                if nbytes <= in_ring:
+                    in_ring -= nbytes
+                    payload = writer.reserve(nbytes)
+                else:
+                    in_spills -= nbytes
+                    if in_spills < 0:
+                        raise TooLargeError(
+                            f"a message with {self.long_copy_bytes:,} bytes of large arrays is too much for a ring of "
+                            f"{writer.size:,} bytes (which takes {writer.max_payload:,} of them) and spill segments of "
+                            f"{writer.spill_limit:,}; raise ring_size or spill_limit, or send it in parts"
+                        )
+                    payload = writer.reserve_spill(nbytes)
+                if payload is None:
+                    return False
+            reserved.append(payload)
         return True
 
     def _give_back(self, payloads: Sequence[Payload | None]) -> None:

@@ -53,17 +53,17 @@ class QueuePath:
         """Make the namespace's directory, for this user alone. Raises FmqError if others could write there."""
         for directory in (self._runtime, self.directory):
             try:
-                with contextlib.suppress(FileExistsError):
-                    os.makedirs(directory, mode=0o700)
-                status = os.stat(directory)
-            except FileNotFoundError:
-                # Removed by who found it empty; whoever needs it makes it again.
-                continue
+                os.makedirs(directory, mode=0o700, exist_ok=True)
             except OSError as error:
                 raise FmqError(
                     f"{directory}, for the sockets of queues, can't be made: {error}; set FMQ_RUNTIME_DIR to a "
                     "directory that can"
                 ) from error
+            try:
+                status = os.stat(directory)
+            except FileNotFoundError:
+                # Removed meanwhile by who found it empty; whoever needs it makes it again.
+                continue
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
                 raise FmqError(
                     f"{directory} can't hold the sockets of queues: it has to be a directory of user {os.getuid()} "

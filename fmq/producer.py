@@ -126,9 +126,16 @@ class ProducerBase:
             lock.release()
         if not LOCK_IS_FENCE:
             fence.full()
-        if self._asleep():
+        if self._is_asleep():
             self._ring()
         return sequence
+
+    def _is_asleep(self) -> bool:
+        try:
+            return self._asleep() != 0
+        except ValueError:
+            # Closed by another thread, and unmapped, since the lock was dropped.
+            return False
 
     def _ring(self) -> None:
         with self._lock:
@@ -327,7 +334,7 @@ class Producer(ProducerBase):
                 lock.release()
             if not LOCK_IS_FENCE:
                 fence.full()
-            if self._asleep():
+            if self._is_asleep():
                 self._ring()
             if sequence is not None:
                 return sequence

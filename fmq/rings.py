@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from fmq.paths import QueuePath
-from shmq import RingReader, RingWriter, Segment
+from shmq import RingReader, RingWriter, Segment, SegmentMissingError
 from shmq.segment import names, unlink
 from shmq.writer import check_ring_size
 
@@ -39,6 +39,13 @@ class QueueRings:
 def create_ring(path: QueuePath, ring_size: int, spill_limit: int) -> RingWriter:
     """A new ring of a queue, under a name of its own, owned by this process. Raises a SegmentError."""
     check_ring_size(ring_size)
-    ring_id = secrets.token_bytes(16)
-    segment = Segment.create(path.rings + ring_id[:8].hex(), ring_size, ring_id=ring_id)
-    return RingWriter(segment, spill_limit=spill_limit)
+    for last in (False, False, True):
+        ring_id = secrets.token_bytes(16)
+        try:
+            segment = Segment.create(path.rings + ring_id[:8].hex(), ring_size, ring_id=ring_id)
+            return RingWriter(segment, spill_limit=spill_limit)
+        except SegmentMissingError:
+            # Somebody who looked for orphans took it for one while it was made.
+            if last:
+                raise
+    raise AssertionError

@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 
 from shmq.errors import SegmentError, SegmentMissingError, ShmqError
+from shmq.layout import SPILL_MAGIC
 from shmq.reader import RingReader
 from shmq.segment import MAKING, Segment, is_owned, names, size_of, unlink
 
@@ -34,13 +35,16 @@ def collect(prefix: str = PREFIX, *, discard: bool = False) -> list[Finding]:
     for name in names(MAKING + prefix):
         if not _alive(name):
             findings.append(_remove(name, "it was never finished, and its maker is dead"))
+    # The spill segments first: a ring is older than its own.
+    spills = [name for name in names(prefix) if _is_spill(name)]
     rings = [name for name in names(prefix) if not _is_spill(name)]
     for name in rings:
         with contextlib.suppress(SegmentMissingError):
             findings += _collect_ring(name, discard)
-    for name in names(prefix):
-        if _is_spill(name) and not names_ring(name, rings):
-            findings.append(_remove(name, "its ring is gone"))
+    for name in spills:
+        if name.rpartition(".")[0] not in rings:
+            with contextlib.suppress(SegmentMissingError):
+                findings.append(_collect_spill(name))
     return findings
 
 
@@ -76,9 +80,14 @@ def _collect_ring(name: str, discard: bool) -> list[Finding]:
         segment.retire()
 
 
-def names_ring(spill: str, rings: list[str]) -> bool:
-    """Whether one of ``rings`` is the ring of this spill segment."""
-    return spill.rpartition(".")[0] in rings
+def _collect_spill(name: str) -> Finding:
+    try:
+        Segment.attach(name, magic=SPILL_MAGIC).close()
+    except SegmentMissingError:
+        raise
+    except SegmentError as error:
+        return Finding(name, size_of(name), False, f"left alone: {error}")
+    return _remove(name, "its ring is gone")
 
 
 def _is_spill(name: str) -> bool:

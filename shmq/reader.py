@@ -115,7 +115,11 @@ class RingReader:
         self._looked_at = (0, 0, -1)
         self._answered = 0
         self._has_freed = False
-        self._position, self._offset = self._find_tail()
+        try:
+            self._position, self._offset = self._find_tail()
+        except CorruptRecordError:
+            self._readonly.release()
+            raise
         self._head = self._position
         if not peek:
             self._words[CONSUMER_PID] = os.getpid()
@@ -419,24 +423,31 @@ class RingReader:
     def _count(self, below: int) -> int:
         words = self._words
         memory = self._memory
-        count = 0
         keep = self._position, self._offset, self._head
         try:
-            self._head = words[HEAD]
-            self._position, self._offset = self._find_tail()
-            while self._position != self._head:
-                position, offset = self._position, self._offset
-                start = HEADER_BYTES + offset
-                word = words[(start >> 3) + 1]
-                if word & _KIND_AND_STATE == _MESSAGE:
-                    count += memory[start + RELEASE_BYTE] < below
-                    word = _PAYLOAD | word & ~_KIND_AND_STATE
-                self._pass(position, offset, word)
-                if self._position == position:
-                    break
+            for _ in range(_MAX_LOOKS):
+                count = 0
+                self._head = words[HEAD]
+                self._position, self._offset = self._find_tail()
+                while self._position < self._head:
+                    position, offset = self._position, self._offset
+                    start = HEADER_BYTES + offset
+                    word = words[(start >> 3) + 1]
+                    state = memory[start + RELEASE_BYTE]
+                    if words[start >> 3] != position:
+                        break
+                    if word & _KIND_AND_STATE == _MESSAGE:
+                        count += state < below
+                        word = _PAYLOAD | word & ~_KIND_AND_STATE
+                    self._pass(position, offset, word)
+                    if self._position == position:
+                        break
+                else:
+                    return count
+                # Reclaimed while it was counted: begin anew.
+            raise self._corrupt(self._position, f"no record of that position at offset {self._offset}")
         finally:
             self._position, self._offset, self._head = keep
-        return count
 
     def tidy(self) -> None:
         """Unmap spill segments that their writer has given up and that no view looks into."""

@@ -36,6 +36,7 @@ MAKING = "making-"
 """What the name of a segment begins with until it is whole."""
 MAX_NAME_BYTES = 240
 
+_SYSTEM_ERRORS = (OSError, ValueError, posix_ipc.Error)
 _KINDS = {layout.RING_MAGIC: "ring", layout.SPILL_MAGIC: "spill segment"}
 
 
@@ -71,12 +72,12 @@ class Segment:
             handle = posix_ipc.SharedMemory("/" + making, flags=posix_ipc.O_CREX, mode=0o600, size=0)
         except posix_ipc.ExistentialError:
             raise SegmentExistsError(f"segment {name} is being made by somebody else; choose another name") from None
-        except (OSError, posix_ipc.Error) as error:
+        except _SYSTEM_ERRORS as error:
             raise SegmentError(f"segment {name} can't be created in {DIRECTORY}: {error}") from error
         try:
             with _Descriptor(handle.fd) as fd, _Descriptor(_open(making)) as lock:
                 if not _lock(lock.fd) or os.fstat(lock.fd).st_nlink == 0:
-                    raise SegmentError(f"segment {name} was taken for an orphan while it was made; try again")
+                    raise SegmentMissingError(f"segment {name} was taken for an orphan while it was made; try again")
                 _allocate(name, fd.fd, size)
                 segment = cls(name, _map(fd.fd, size), size, lock.detach())
                 segment._write_identity(magic, payload_bytes, ring_id)
@@ -200,7 +201,7 @@ def unlink(name: str) -> bool:
         posix_ipc.unlink_shared_memory("/" + name)
     except posix_ipc.ExistentialError:
         return False
-    except (OSError, posix_ipc.Error) as error:
+    except _SYSTEM_ERRORS as error:
         raise SegmentError(f"segment {name} can't be removed: {error}") from error
     return True
 
@@ -235,7 +236,7 @@ def _open(name: str) -> int:
         return int(posix_ipc.SharedMemory("/" + name).fd)
     except posix_ipc.ExistentialError:
         raise SegmentMissingError(f"there is no segment {name} in {DIRECTORY}; its owner has removed it") from None
-    except (OSError, posix_ipc.Error) as error:
+    except _SYSTEM_ERRORS as error:
         raise SegmentError(f"segment {name} can't be opened: {error}") from error
 
 
@@ -244,7 +245,8 @@ def _check_name(name: str) -> None:
         length = len(name.encode())
     except UnicodeEncodeError:
         length = 0
-    if not 0 < length <= MAX_NAME_BYTES or "/" in name or "\0" in name:
+    longest = MAX_NAME_BYTES + (len(MAKING) if name.startswith(MAKING) else 0)
+    if not 0 < length <= longest or "/" in name or "\0" in name:
         raise SegmentError(
             f"{name!r} can't name a segment: 1 to {MAX_NAME_BYTES} bytes of UTF-8 are needed, without slash and NUL"
         )
@@ -253,12 +255,12 @@ def _check_name(name: str) -> None:
 def _check_identity(name: str, fd: int, magic: int) -> int:
     """The size in bytes of the segment that is open as ``fd``, if it is what it should be."""
     size = os.fstat(fd).st_size
-    head = os.pread(fd, 4 * 8, 0)
-    if len(head) < 4 * 8:
+    if size < layout.HEADER_BYTES:
         raise TruncatedSegmentError(
             f"segment {name} has {size} bytes, and its header alone takes {layout.HEADER_BYTES}; it was cut short, and "
             "can't be read"
         )
+    head = os.pread(fd, 4 * 8, 0)
     found, version, header_size, ring_size = struct.unpack("@4Q", head)
     if found != magic:
         raise ForeignSegmentError(

@@ -45,9 +45,11 @@ class SpillPool:
             if spill.capacity <= 2 * nbytes or self.bytes + nbytes > self.limit:
                 self._idle.remove(spill)
                 return self._use(spill)
-        capacity = min(_round_up(nbytes), max(self.limit, nbytes))
+        capacity = _round_up(nbytes)
         while self._idle and self.bytes + capacity > self.limit:
             self._remove(self._idle[0])
+        # Room for more of nearly the same size only if there is any.
+        capacity = max(nbytes, min(capacity, self.limit - self.bytes))
         if self.bytes + capacity > self.limit:
             return None
         while True:

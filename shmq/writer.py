@@ -278,10 +278,10 @@ class RingWriter:
     def reserve_spill(self, nbytes: int) -> Payload | None:
         """Set aside a spill segment for one payload, whatever its size. Returns and raises as ``reserve`` does."""
         self._reap()
-        if nbytes > self._spills.limit:
+        if nbytes > self.spill_limit:
             raise TooLargeError(
                 f"a payload of {nbytes:,} bytes fits neither the ring of {self.size:,} bytes (which takes payloads up "
-                f"to {self.max_payload:,}) nor the spill limit of {self._spills.limit:,} bytes; raise ring_size or "
+                f"to {self.max_payload:,}) nor the spill limit of {self.spill_limit:,} bytes; raise ring_size or "
                 "spill_limit, or send it in parts"
             )
         for payload in [payload for payload in self._spilled if self._payload_is_free(payload)]:
@@ -393,6 +393,11 @@ class RingWriter:
         words[TAIL] = pack_tail(chain[0][2], chain[0][0]) if chain else pack_tail(self._position, self._offset)
         self._invalidate(gone)
         self._limit = self._gap_end()
+
+    @property
+    def spill_limit(self) -> int:
+        """How many bytes all spill segments together may take."""
+        return self._spills.limit
 
     def asleep(self) -> int:
         """The number that a sleeping reader raised to have the bell rung, or 0 while it is awake."""
