@@ -156,7 +156,7 @@ class Outgoing:
                     payload = writer.reserve(nbytes)
                 else:
                     in_spills -= nbytes
-                    if in_spills < 0:
+                    if in_spills < 0 and nbytes <= writer.spill_limit:
                         raise TooLargeError(
                             f"a message with {self.long_copy_bytes:,} bytes of large arrays is too much for a ring of "
                             f"{writer.size:,} bytes (which takes {writer.max_payload:,} of them) and spill segments of "

@@ -53,7 +53,8 @@ class QueuePath:
         """Make the namespace's directory, for this user alone. Raises FmqError if others could write there."""
         for directory in (self._runtime, self.directory):
             try:
-                os.makedirs(directory, mode=0o700, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    os.makedirs(directory, mode=0o700)
             except OSError as error:
                 raise FmqError(
                     f"{directory}, for the sockets of queues, can't be made: {error}; set FMQ_RUNTIME_DIR to a "

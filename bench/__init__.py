@@ -1,0 +1,1 @@
+"""Measures what the queue promises about speed and memory, beside other ways to do the same. ``python -m bench -h``."""
