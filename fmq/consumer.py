@@ -200,6 +200,13 @@ class ConsumerBase:
             self._protocol.discover()
             self._protocol.tidy()
 
+    def _look_around(self) -> Message | None:
+        """Look once more, for rings too: that of a new producer may be there before its Hello is."""
+        with self._lock:
+            if self._refusal is None:
+                self._protocol.discover()
+            return self._take_one()
+
     def _spin(self, until: float) -> Message | None:
         """Look for a message until then, before sleeping, if the last one came quickly."""
         protocol = self._protocol
@@ -295,6 +302,11 @@ class Consumer(ConsumerBase):
             raise self._empty()
         try:
             return run(self._wait(), self._descriptors, deadline, _RECHECK, self._empty)
+        except QueueEmptyError:
+            message = self._look_around()
+            if message is None:
+                raise
+            return message
         finally:
             self._last_wait = time.monotonic() - begun
             self._turn.release()
@@ -341,7 +353,13 @@ class AsyncConsumer(ConsumerBase):
         message = self._take()
         if message is not None:
             return message
-        return await run_async(self._wait(), self._waiter, deadline, _RECHECK, self._empty)
+        try:
+            return await run_async(self._wait(), self._waiter, deadline, _RECHECK, self._empty)
+        except QueueEmptyError:
+            message = self._look_around()
+            if message is None:
+                raise
+            return message
 
     async def get_many(self, limit: int = 1024, *, timeout: float | None = None) -> list[Message]:
         """As Consumer.get_many."""

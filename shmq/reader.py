@@ -357,9 +357,14 @@ class RingReader:
 
     def free(self, offset: int) -> None:
         """Give back a message that has no lease: done, and its space free. One store; *any thread*."""
-        if not self._closed:
+        if self._closed:
+            return
+        try:
             self._memory[HEADER_BYTES + offset + RELEASE_BYTE] = FREE
-            self._has_freed = True
+        except ValueError:
+            # Closed and unmapped between the two lines: then the message is the next reader's.
+            return
+        self._has_freed = True
 
     def finish(self, lease: Lease) -> None:
         """Mark a leased message as done, and free it if no view of it is left."""
@@ -396,9 +401,10 @@ class RingReader:
 
         Only what was given back since the last answer is worth one; else two idle sides would keep each other awake.
         """
-        if self._closed:
+        try:
+            number = int(self._words[WANTED]) if not self._closed else 0
+        except ValueError:
             return 0
-        number = int(self._words[WANTED])
         return number if self._has_freed and number != self._answered else 0
 
     def answered(self, number: int) -> None:
@@ -468,14 +474,16 @@ class RingReader:
         for number, segment in list(self._spills.items()):
             segment.close()
             del self._spills[number]
+        # Before the memory goes: other threads may give back messages at any time.
+        self._closed = True
         self._readonly.release()
         try:
             self.segment.close()
         except ViewsHeldError:
             self._readonly = memoryview(self.segment.memory).toreadonly()
             self._words = self.segment.words
+            self._closed = False
             raise
-        self._closed = True
 
     def retire(self) -> None:
         """Read the ring no further; it is unmapped now or, while views are alive, when the last of them is gone."""

@@ -296,7 +296,6 @@ def test_a_message_that_outlives_its_consumer_can_be_released(place: Place, prod
     message.release()
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="the reader unmaps first, and says that it is closed later")
 def test_a_message_can_be_released_in_the_very_moment_in_which_its_consumer_is_closed(
     place: Place, producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
