@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -207,17 +208,17 @@ class ConsumerBase:
                 self._protocol.discover()
             return self._take_one()
 
-    def _spin(self, until: float) -> Message | None:
-        """Look for a message until then, before sleeping, if the last one came quickly."""
-        protocol = self._protocol
-        while time.monotonic() < until:
-            with self._lock:
-                more = self._refusal is not None or protocol.has_more()
-            if more:
-                message = self._take()
-                if message is not None:
-                    return message
-        return None
+    def _spin_until(self, deadline: float, now: float) -> float:
+        """Until when to look for a message before going to sleep: a little longer, if the last one came quickly."""
+        if self._may_spin and self._last_wait < _SPIN_IF_WITHIN:
+            return min(deadline, now + _SPIN_SECONDS)
+        return now
+
+    def _take_if_any(self) -> Message | None:
+        with self._lock:
+            if self._refusal is None and not self._protocol.has_more():
+                return None
+            return self._take_one()
 
     def _empty(self) -> Exception:
         return QueueEmptyError(
@@ -294,8 +295,9 @@ class Consumer(ConsumerBase):
         if message is not None:
             return message
         begun = time.monotonic()
-        if self._may_spin and self._last_wait < _SPIN_IF_WITHIN:
-            message = self._spin(min(deadline, begun + _SPIN_SECONDS))
+        until = self._spin_until(deadline, begun)
+        while time.monotonic() < until:
+            message = self._take_if_any()
             if message is not None:
                 return message
         if not self._turn.acquire(timeout=-1 if timeout is None else max(0.0, deadline - time.monotonic())):
@@ -353,6 +355,13 @@ class AsyncConsumer(ConsumerBase):
         message = self._take()
         if message is not None:
             return message
+        begun = time.monotonic()
+        until = self._spin_until(deadline, begun)
+        while time.monotonic() < until:
+            await asyncio.sleep(0)
+            message = self._take_if_any()
+            if message is not None:
+                return message
         try:
             return await run_async(self._wait(), self._waiter, deadline, _RECHECK, self._empty)
         except QueueEmptyError:
@@ -360,6 +369,8 @@ class AsyncConsumer(ConsumerBase):
             if message is None:
                 raise
             return message
+        finally:
+            self._last_wait = time.monotonic() - begun
 
     async def get_many(self, limit: int = 1024, *, timeout: float | None = None) -> list[Message]:
         """As Consumer.get_many."""
