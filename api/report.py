@@ -12,10 +12,13 @@ from api.load import Report
 
 
 def table(reports: Sequence[Report], title: str | None = None) -> Table:
-    """One row for each worker, and one for all of them if there are several."""
+    """One row for each worker, and one for all of them if there are several.
+
+    ``copied``: how many bytes the transport copied for each byte that it delivered.
+    """
     result = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     result.add_column("worker")
-    for name in ("requests", "MB", "GB/s", "p50 ms", "p99 ms", "copies/byte", "unanswered"):
+    for name in ("requests", "MB", "GB/s", "p50 ms", "p99 ms", "copied", "unanswered"):
         result.add_column(name, justify="right")
     for number, report in enumerate(reports, 1):
         result.add_row(str(number), *_cells(report))
@@ -49,6 +52,6 @@ def _cells(report: Report) -> list[str]:
         f"{report.array_bytes / 1e9 / report.seconds if report.seconds else 0:.2f}",
         f"{p50:.1f}",
         f"{p99:.1f}",
-        f"{report.copied_bytes / report.array_bytes if report.array_bytes else 0:.2f}",
+        f"{report.copied_bytes / report.array_bytes if report.array_bytes else 0:.2f} x",
         f"{report.lost:,}",
     ]
