@@ -217,6 +217,7 @@ def throughput(plan: Plan) -> Result:
             Figure(f"{size}, fmq / limit", ratios(rates["fmq"], rates["limit"]), "x", at_least=0.9),
             Figure(f"{size}, fmq / marching limit", ratios(rates["fmq"], rates["marching limit"]), "x"),
             Figure(f"{size}, fmq / segments", ratios(rates["fmq"], rates["segments"]), "x", at_least=8.0),
+            Figure(f"{size}, limit / segments", ratios(rates["limit"], rates["segments"]), "x"),
         ]
         result.add_laps(courses, size)
     return result

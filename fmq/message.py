@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -75,8 +74,12 @@ class Message(msgspec.Struct, eq=False, weakref=True):
         offset, self._offset = self._offset, -1
         if offset < 0:
             return
-        with contextlib.suppress(AttributeError):
+        try:
             del self.payload
+        except AttributeError:
+            # Deleted by hand before; the message is given back all the same.
+            self._give_back(offset)
+            return
         self._give_back(offset)
 
     def detach(self) -> Any:

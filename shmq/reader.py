@@ -401,11 +401,14 @@ class RingReader:
 
         Only what was given back since the last answer is worth one; else two idle sides would keep each other awake.
         """
-        try:
-            number = int(self._words[WANTED]) if not self._closed else 0
-        except ValueError:
+        if self._closed:
             return 0
-        return number if self._has_freed and number != self._answered else 0
+        try:
+            number: int = self._words[WANTED]
+        except ValueError:
+            # Closed and unmapped between the two lines.
+            return 0
+        return number if number and self._has_freed and number != self._answered else 0
 
     def answered(self, number: int) -> None:
         """Note that the producer is being woken."""

@@ -281,6 +281,29 @@ def test_many_messages_that_are_held_here_and_there_leave_the_rest_of_the_ring_i
     assert all(reader.read(offset) == (0, 0, blob) for offset, blob in held.items())
 
 
+def test_a_header_is_marked_invalid_before_its_space_is_written_again(make_ring: MakeRing) -> None:
+    writer, reader = make_ring()
+    for _ in range(9):
+        writer.post(b"", 0, 0)
+    offsets = take_all(reader)
+
+    def positions() -> list[int]:
+        return [counter(writer, (HEADER_BYTES + offset) // 8 + layout.POSITION_WORD) for offset in offsets]
+
+    standing = positions()
+    gone = [layout.INVALID_POSITION] * 9
+    for offset in [*offsets[:3], *offsets[5:8]]:
+        reader.free(offset)
+    assert positions() == standing
+    writer.reclaim()
+    assert positions() == gone[:3] + standing[3:]
+    fill(writer)
+    # The first of those in the middle carries the JUMP over the others now.
+    assert counter(writer, layout.FOLDS) == 1
+    assert positions()[3:6] == standing[3:6]
+    assert positions()[6:8] != standing[6:8]
+
+
 @pytest.mark.parametrize("start", [(1 << 32) - 4096, (1 << 40) - 4096, (1 << 40) + (1 << 32) - 4096])
 def test_positions_pass_the_widths_of_words_and_of_the_tail(
     make_ring: MakeRing, make_name: Callable[[], str], start: int
