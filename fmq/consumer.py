@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from fmq import codec, encoding
 from fmq.doorbell import ConsumerBell, Nudge
@@ -38,7 +38,7 @@ To be woken takes some 50 us, and costs the producer as much for the doorbell. T
 the last wait took, and not at all if that was longer than this.
 """
 
-T = TypeVar("T")
+_NUMBERS = (float, int)
 
 
 class ConsumerBase:
@@ -284,7 +284,7 @@ class Consumer(ConsumerBase):
         Raises QueueEmptyError, ClosedError, and for a message that can't be had CorruptRecordError or DecodeError; such
         a message is done, and the next call gives the one after it.
         """
-        if timeout is not None and not timeout >= 0:
+        if timeout is not None and (type(timeout) not in _NUMBERS or not timeout >= 0):
             deadline_of(timeout)
         # As in _take, whose call would cost 0.1 us.
         lock = self._lock

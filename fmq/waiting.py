@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import numbers
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor
@@ -21,9 +22,11 @@ Steps: TypeAlias = "Generator[Callable[[], None] | None, None, T]"
 
 
 def deadline_of(timeout: float | None) -> float:
-    """The monotonic time at which a timeout in seconds is over; None never is. Raises ValueError for what is none."""
+    """The monotonic time at which a timeout in seconds is over; None never is. Raises ValueError or TypeError."""
     if timeout is None:
         return math.inf
+    if not isinstance(timeout, numbers.Real):
+        raise TypeError(f"a timeout is a number of seconds, or None for no limit; this one is {timeout!r}")
     if not timeout >= 0:
         raise ValueError(f"a timeout is a number of seconds from 0 on, or None for no limit; this one is {timeout!r}")
     return time.monotonic() + timeout

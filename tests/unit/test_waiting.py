@@ -294,3 +294,8 @@ def test_a_loop_that_was_never_closed_does_not_keep_the_next_one_from_waking(nud
     with pytest.raises(asyncio.CancelledError):
         left.run_until_complete(task)
     left.close()
+
+
+def test_a_timeout_that_is_no_number_is_refused_in_words() -> None:
+    with pytest.raises(TypeError, match=r"number of seconds, or None.*'soon'"):
+        deadline_of("soon")  # type: ignore[arg-type]
