@@ -246,6 +246,17 @@ class ConsumerBase:
             self._queue_lock.release()
         self._path.tidy()
 
+    @contextlib.contextmanager
+    def _not_instead_of(self, kind: type[BaseException] | None) -> Iterator[None]:
+        """Let ViewsHeldError out only if no other exception is on its way; its traceback may hold the arrays."""
+        try:
+            yield
+        except ViewsHeldError as error:
+            if kind is None:
+                raise
+            # As text: the record of the error itself would keep the traceback, and with it the arrays.
+            logger.warning("%s", str(error))
+
     def _close_descriptors(self) -> None:
         self._nudge.close()
         self._bell.close_descriptor()
@@ -253,6 +264,18 @@ class ConsumerBase:
     def give_up(self) -> None:
         """Close now; what was not released is the next consumer's. Raises ViewsHeldError while arrays are alive."""
         self._shut()
+
+    def end(self) -> None:
+        """At the end of the process: as ``give_up``, or, while arrays are alive, stop acknowledging.
+
+        What dies with the interpreter was not released. The lock is kept until the process is gone.
+        """
+        try:
+            self.give_up()
+        except ViewsHeldError:
+            with self._lock:
+                self._protocol.abandon()
+                self._refuse(ClosedError(f"this consumer of queue {self.queue} ended with its process"))
 
     def __del__(self) -> None:
         if hasattr(self, "_refusal"):
@@ -318,6 +341,7 @@ class Consumer(ConsumerBase):
 
     def get_many(self, limit: int = 1024, *, timeout: float | None = None) -> list[Message]:
         """All messages that are there, one at least, ``limit`` at most. Waits and raises as ``get`` for the first."""
+        _check_limit(limit)
         return self._take_many(self.get(timeout=timeout), limit)
 
     def __iter__(self) -> Iterator[Message]:
@@ -341,8 +365,9 @@ class Consumer(ConsumerBase):
     def __enter__(self) -> Consumer:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._not_instead_of(kind):
+            self.close()
 
 
 class AsyncConsumer(ConsumerBase):
@@ -378,6 +403,7 @@ class AsyncConsumer(ConsumerBase):
 
     async def get_many(self, limit: int = 1024, *, timeout: float | None = None) -> list[Message]:
         """As Consumer.get_many."""
+        _check_limit(limit)
         return self._take_many(await self.get(timeout=timeout), limit)
 
     def __aiter__(self) -> AsyncIterator[Message]:
@@ -397,5 +423,11 @@ class AsyncConsumer(ConsumerBase):
     async def __aenter__(self) -> AsyncConsumer:
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._not_instead_of(kind):
+            await self.close()
+
+
+def _check_limit(limit: int) -> None:
+    if not isinstance(limit, int) or limit < 1:
+        raise ValueError(f"a limit is a number of messages from 1 on; this one is {limit!r}")

@@ -21,6 +21,9 @@ class Closable(Protocol):
     def give_up(self) -> None:
         """Close without waiting; what is not done is left to the next consumer."""
 
+    def end(self) -> None:
+        """The same at the end of the process, where nothing may be left open that acknowledges what is only dying."""
+
 
 _open: weakref.WeakSet[Closable] | None = None
 
@@ -46,4 +49,4 @@ def _give_up_all() -> None:
     for thing in list(_open or ()):
         if not thing.closed:
             with contextlib.suppress(ShmqError):
-                thing.give_up()
+                thing.end()

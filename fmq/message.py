@@ -106,6 +106,7 @@ class Message(msgspec.Struct, eq=False, weakref=True):
             if source.reader.wanted():
                 source.released()
         else:
+            self._lease.finished = True
             source.reader.dropped.append(self._lease)
             source.released()
 

@@ -65,11 +65,15 @@ class ProducerBase:
     ) -> None:
         self._path = QueuePath(queue, namespace, runtime_dir)
         self._path.make_directory()
-        self._writer = create_ring(self._path, ring_size, spill_limit)
         try:
-            self._bell = ProducerBell(self._path.endpoint)
+            self._writer = create_ring(self._path, ring_size, spill_limit)
+            try:
+                self._bell = ProducerBell(self._path.endpoint)
+            except BaseException:
+                self._writer.close(remove=True)
+                raise
         except BaseException:
-            self._writer.close(remove=True)
+            self._path.tidy()
             raise
         self._protocol = ProducerProtocol(self._writer)
         self._loans = Loans()
@@ -291,6 +295,10 @@ class ProducerBase:
     def give_up(self) -> None:
         """Close without waiting: remove the ring if every message is done, else leave it to the next consumer."""
         self._shut(self._refusal is None and self._writer.unfinished() == 0)
+
+    def end(self) -> None:
+        """At the end of the process: as ``give_up``."""
+        self.give_up()
 
     def __del__(self) -> None:
         if hasattr(self, "_refusal"):

@@ -322,6 +322,11 @@ class ConsumerProtocol:
                 lines.append(f"{len(leases)} messages of producer {source.producer}")
         return lines
 
+    def abandon(self) -> None:
+        """Give nothing back any more: what is held is the next consumer's."""
+        for source in self._order:
+            source.reader.abandon()
+
     def close(self) -> None:
         """Let go of all rings; what was not released is the next consumer's. Raises ViewsHeldError while views live."""
         self.tidy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from fmq.paths import QueuePath
-from shmq import RingReader, RingWriter, Segment, SegmentMissingError
+from shmq import RingReader, RingWriter, Segment, SegmentError, SegmentMissingError
 from shmq.segment import names, unlink
 from shmq.writer import check_ring_size
 
@@ -39,6 +39,8 @@ class QueueRings:
 def create_ring(path: QueuePath, ring_size: int, spill_limit: int) -> RingWriter:
     """A new ring of a queue, under a name of its own, owned by this process. Raises a SegmentError."""
     check_ring_size(ring_size)
+    if type(spill_limit) is not int or spill_limit < 0:
+        raise SegmentError(f"a spill limit is a number of bytes from 0 on; this one is {spill_limit!r}")
     for last in (False, False, True):
         ring_id = secrets.token_bytes(16)
         try:

@@ -34,7 +34,10 @@ def collect(prefix: str = PREFIX, *, discard: bool = False) -> list[Finding]:
     findings = []
     for name in names(MAKING + prefix):
         if not _alive(name):
-            findings.append(_remove(name, "it was never finished, and its maker is dead"))
+            try:
+                findings.append(_remove(name, "it was never finished, and its maker is dead"))
+            except SegmentError as error:
+                findings.append(Finding(name, size_of(name), False, f"left alone: {error}"))
     # The spill segments first: a ring is older than its own.
     spills = [name for name in names(prefix) if _is_spill(name)]
     rings = [name for name in names(prefix) if not _is_spill(name)]
@@ -99,6 +102,9 @@ def _alive(name: str) -> bool:
         return is_owned(name)
     except SegmentMissingError:
         return True
+    except SegmentError:
+        # No segment at all: a directory, a link. Whoever tries to attach it says what it is.
+        return False
 
 
 def _remove(name: str, reason: str) -> Finding:

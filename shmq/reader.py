@@ -78,14 +78,19 @@ delivered before). ``offset`` is its name towards the reader. A named tuple woul
 
 
 class Lease:
-    """Keeps a message's space while views of its buffers are alive. Changed only by the reader's own thread."""
+    """Keeps a message's space while views of its buffers are alive. Changed only by the reader's own thread.
 
-    __slots__ = ("finished", "offset", "views", "watched")
+    ``finished``: the message was acknowledged, which *any thread* may note before it appends the lease to ``dropped``.
+    ``gone``: whoever had the message has dropped it, so that it is done when its last view is gone as well.
+    """
+
+    __slots__ = ("finished", "gone", "offset", "views", "watched")
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
         self.views = 0
         self.finished = False
+        self.gone = False
         self.watched: list[_View] = []
 
 
@@ -378,7 +383,7 @@ class RingReader:
         while dropped:
             item = dropped.popleft()
             if isinstance(item, Lease):
-                item.finished = True
+                item.gone = True
                 self._settle(item)
             else:
                 lease = item.lease
@@ -387,12 +392,13 @@ class RingReader:
                     self._settle(lease)
 
     def _settle(self, lease: Lease) -> None:
-        if self._closed or not lease.finished or self._leases.get(lease.offset) is not lease:
+        if self._closed or self._leases.get(lease.offset) is not lease:
             return
         if lease.views:
-            self._memory[HEADER_BYTES + lease.offset + RELEASE_BYTE] = DONE
-            self._has_freed = True
-        else:
+            if lease.finished:
+                self._memory[HEADER_BYTES + lease.offset + RELEASE_BYTE] = DONE
+                self._has_freed = True
+        elif lease.finished or lease.gone:
             self.free(lease.offset)
             del self._leases[lease.offset]
 
@@ -497,7 +503,7 @@ class RingReader:
         self._spills.clear()
 
     def abandon(self) -> None:
-        """In a forked child: from here on give nothing back, it is the parent's to do."""
+        """From here on give nothing back: in a forked child it is the parent's to do, at an end the next reader's."""
         self._closed = True
 
     def _corrupt(self, position: int, what: str) -> CorruptRecordError:

@@ -220,7 +220,7 @@ def is_owned(name: str) -> bool:
 def size_of(name: str) -> int:
     """The bytes of a segment, 0 if there is none of that name."""
     try:
-        return os.stat(os.path.join(DIRECTORY, name)).st_size
+        return os.lstat(os.path.join(DIRECTORY, name)).st_size
     except FileNotFoundError:
         return 0
 

@@ -599,6 +599,8 @@ class RingWriter:
 
 def check_ring_size(size: int) -> None:
     """Raise SegmentError unless a ring can have ``size`` bytes."""
+    if type(size) is not int:
+        raise SegmentError(f"a ring's size is a number of bytes; this one is {size!r}")
     if not MIN_RING_SIZE <= size <= MAX_RING_SIZE or size % ALIGN:
         raise SegmentError(
             f"a ring can't have {size:,} bytes: {MIN_RING_SIZE:,} to {MAX_RING_SIZE:,}, a multiple of {ALIGN}"

@@ -452,3 +452,22 @@ def close(consumer: Consumer) -> None:
         return True
 
     eventually(closed, "no view was alive")
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "dangling link"])
+def test_what_is_no_file_under_the_name_of_a_ring_stops_nobody(place: Place, kind: str) -> None:
+    foreign = Path(segment.DIRECTORY, place.path.rings + "0000000000000001")
+    if kind == "directory":
+        foreign.mkdir()
+    else:
+        foreign.symlink_to("/dev/null" if kind == "link" else "/nowhere/at/all")
+    try:
+        producer, consumer = place.producer(), place.consumer()
+        producer.put(b"x")
+        assert consumer.get(timeout=DEADLINE_S).detach() == b"x"
+        assert [finding.removed for finding in collect(place.path.rings)] == [False]
+    finally:
+        if kind == "directory":
+            foreign.rmdir()
+        else:
+            foreign.unlink()

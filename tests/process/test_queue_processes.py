@@ -660,3 +660,16 @@ def test_stale_files_of_a_dead_consumer_are_no_obstacle(place: Place) -> None:
     producer, consumer = place.producer(), place.consumer()
     producer.put(b"x")
     assert consumer.get(timeout=0).payload == b"x"
+
+
+@pytest.mark.parametrize("end", ["pass", "1 / 0", "c.close()", "view = m.payload['a'][3:]; del m"])
+@pytest.mark.parametrize("payload", ["np.ones(5000)", "np.ones(3)"])
+def test_what_a_consumer_holds_at_its_ordinary_end_comes_again(place: Place, end: str, payload: str) -> None:
+    lines = ["import sys, numpy as np, fmq", f"options = {place.where!r}"]
+    put = [*lines, f"fmq.Producer({place.queue!r}, ring_size=1 << 20, **options).put({{'a': {payload}}})"]
+    get = [*lines, f"c = fmq.Consumer({place.queue!r}, **options)", "m = c.get(timeout=5)", end]
+    subprocess.run([sys.executable, "-c", "\n".join(put)], check=True, timeout=DEADLINE_S)
+    subprocess.run([sys.executable, "-c", "\n".join(get)], capture_output=True, check=False, timeout=DEADLINE_S)
+    with place.consumer().get(timeout=5) as message:
+        assert message.redelivered
+        assert (message.payload["a"] == 1).all()

@@ -1560,3 +1560,38 @@ def test_those_who_are_only_there_use_hardly_any_processor_time(place: Place) ->
     used = time.process_time()
     threading.Event().wait(0.5)
     assert time.process_time() - used < 0.05 * 0.5
+
+
+def test_an_exception_is_not_hidden_by_the_arrays_that_its_traceback_holds(place: Place) -> None:
+    producer, consumer = place.producer(), place.consumer()
+    producer.put({"a": ARRAY})
+
+    def work() -> None:
+        with consumer, consumer.get(timeout=DEADLINE_S) as message:
+            array = message.payload["a"]
+            raise RuntimeError(f"boom {array.size}")
+
+    seen: list[str] = []
+    try:
+        work()
+    except RuntimeError as error:
+        # Kept as text: pytest.raises would keep the traceback, and with it the array.
+        seen.append(str(error))
+    assert seen == [f"boom {ARRAY.size}"]
+    consumer.close()
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, "x", None])
+def test_a_bad_limit_takes_nothing(place: Place, limit: Any) -> None:
+    producer, consumer = place.producer(), place.consumer()
+    producer.put_many([b"one", b"two"])
+    with pytest.raises(ValueError, match="from 1 on"):
+        consumer.get_many(limit, timeout=0)
+    assert [message.detach() for message in consumer.get_many(timeout=0)] == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("option", ["ring_size", "spill_limit"])
+@pytest.mark.parametrize("value", [None, "64", -1, 1.5, True])
+def test_a_size_that_is_none_is_refused(place: Place, option: str, value: Any) -> None:
+    with pytest.raises(SegmentError, match="bytes"):
+        place.producer(**{option: value})

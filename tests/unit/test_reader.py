@@ -326,7 +326,7 @@ def test_views_may_die_on_other_threads_and_in_cycles(make_ring: MakeRing) -> No
     assert {release_byte(reader, offset) for offset in offsets} == {FREE}
 
 
-def test_a_message_that_was_dropped_by_its_holder_is_finished_when_it_is_reaped(make_ring: MakeRing) -> None:
+def test_a_message_that_was_dropped_by_its_holder_is_done_when_its_last_view_is_gone_too(make_ring: MakeRing) -> None:
     writer, reader = make_ring()
     post_arrays(writer, 1)
     post_arrays(writer, 2)
@@ -337,8 +337,11 @@ def test_a_message_that_was_dropped_by_its_holder_is_finished_when_it_is_reaped(
     reader.dropped.append(second_lease)
     reader.reap()
     assert release_byte(reader, first) == FREE
-    assert release_byte(reader, second) == DONE
+    assert release_byte(reader, second) == TAKEN
     assert second_views[0][0] == 2
+    del second_views
+    reader.reap()
+    assert release_byte(reader, second) == FREE
 
 
 def test_an_empty_buffer_is_an_empty_array_and_holds_nothing(make_ring: MakeRing) -> None:
