@@ -10,12 +10,12 @@ Paddle and torch are never imported here; their tensors are known by DLPack.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import sys
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,17 +30,10 @@ _MAX_DIMENSIONS: Final = 64
 _CPU: Final = 1
 """kDLCPU of DLPack."""
 
-_EXTENSIONS: Final[dict[str, np.dtype[Any]]] = {
-    name: np.dtype(scalar)
-    for name, scalar in vars(ml_dtypes).items()
-    if isinstance(scalar, type) and issubclass(scalar, np.generic)
-}
 _NUMERIC: Final = {np.dtype(order + code) for code in "?bhilqBHILQefdgFDG" for order in "<>"}
-_DTYPES: Final[dict[str, np.dtype[Any]]] = {dtype.str: np.dtype(dtype.str) for dtype in _NUMERIC} | _EXTENSIONS
+_DTYPES: Final[dict[str, np.dtype[Any]]] = {dtype.str: np.dtype(dtype.str) for dtype in _NUMERIC}
 # By dtype, for `l` and `q` are two with one spelling.
-_TAGS: Final[dict[np.dtype[Any], str]] = {dtype: dtype.str for dtype in _NUMERIC} | {
-    dtype: name for name, dtype in _EXTENSIONS.items()
-}
+_TAGS: Final[dict[np.dtype[Any], str]] = {dtype: dtype.str for dtype in _NUMERIC}
 
 _SIZED: Final = re.compile(r"[<>][mM]8(\[\d*(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?|[<>]U\d{1,10}|\|[SV]\d{1,10}")
 """The tags of dtypes that are too many for a table."""
@@ -49,9 +42,27 @@ _SIZED: Final = re.compile(r"[<>][mM]8(\[\d*(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])
 # -- dtypes -----------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _extensions() -> dict[str, np.dtype[Any]]:
+    """The dtypes of ml_dtypes by name. Imported when the first is met: the import may take half a second."""
+    import ml_dtypes
+
+    found = {
+        name: np.dtype(scalar)
+        for name, scalar in vars(ml_dtypes).items()
+        if isinstance(scalar, type) and issubclass(scalar, np.generic)
+    }
+    _DTYPES.update(found)
+    _TAGS.update({dtype: name for name, dtype in found.items()})
+    return found
+
+
 def tag_of(dtype: np.dtype[Any]) -> str:
     """The tag of a dtype. Raises DTypeError if its arrays can't travel."""
     tag = _TAGS.get(dtype)
+    if tag is None and "ml_dtypes" in sys.modules:
+        _extensions()
+        tag = _TAGS.get(dtype)
     if tag is not None:
         return tag
     tag = str(dtype.str)
@@ -76,6 +87,8 @@ def dtype_of(tag: str) -> np.dtype[Any]:
         # Only what tag_of writes: not `<M8[1s]`, which is `<M8[s]`.
         if dtype is not None and dtype.str == tag:
             return dtype
+    elif tag in _extensions():
+        return _extensions()[tag]
     raise DecodeError(f"the message has an array of dtype {tag[:40]!r}, which is not known here")
 
 
@@ -157,7 +170,7 @@ def copy_buffer(source: Array, target: Buffer) -> None:
 
 def _extension_of(tensor: Any) -> np.dtype[Any] | None:
     name = str(getattr(tensor, "dtype", "")).rpartition(".")[2]
-    return _EXTENSIONS.get(name) if name.startswith(("bfloat16", "float8_")) else None
+    return _extensions().get(name) if name.startswith(("bfloat16", "float8_")) else None
 
 
 def _address(array: Array) -> int:
