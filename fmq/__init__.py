@@ -16,7 +16,7 @@ from fmq.errors import (
     QueueNameError,
     QueueTimeoutError,
 )
-from fmq.message import Message
+from fmq.message import Message, SetAside
 from fmq.producer import AsyncProducer, Producer
 from shmq.errors import CorruptRecordError, SegmentError, SegmentSpaceError, ShmqError, TooLargeError, ViewsHeldError
 
@@ -42,6 +42,7 @@ __all__ = [
     "QueueTimeoutError",
     "SegmentError",
     "SegmentSpaceError",
+    "SetAside",
     "ShmqError",
     "TooLargeError",
     "ViewsHeldError",

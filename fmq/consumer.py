@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import numbers
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from fmq import codec, encoding
 from fmq.doorbell import ConsumerBell, Nudge
 from fmq.errors import ClosedError, ForkedError, ProtocolError, QueueEmptyError
 from fmq.lifetime import close_at_exit, collected
-from fmq.message import Message
+from fmq.message import Message, SetAside, Source
 from fmq.paths import QueueLock, QueuePath
 from fmq.protocol import ConsumerProtocol
 from fmq.rings import QueueRings
 from fmq.waiting import LoopWaiter, Steps, deadline_of, run, run_async
-from shmq import ShmqError, ViewsHeldError, collect
+from shmq import Record, ShmqError, ViewsHeldError, collect
 from shmq.segment import abandon_in_child
 
 logger = logging.getLogger("fmq")
@@ -38,6 +41,13 @@ To be woken takes some 50 us, and costs the producer as much for the doorbell. T
 the last wait took, and not at all if that was longer than this.
 """
 
+_HEAR_SECONDS = 0.01
+"""How often to hear producers while there is always something to take."""
+
+_QUICK_TURN = 0.002
+_LONGEST_TURN = 64
+"""Seconds that the turn of a ring should take, and how many messages it may deliver at most."""
+
 _NUMBERS = (float, int)
 
 
@@ -47,6 +57,10 @@ class ConsumerBase:
     A queue has one consumer at a time: QueueInUseError, with the pid of the other, if there is one that lives (stopped
     or not). With ``type`` (a msgspec.Struct, say) payloads are checked and converted while they are decoded, and what
     does not fit raises DecodeError from ``get``. What was put before is delivered, whether its producer lives or not.
+
+    A message with which ``max_deliveries`` consumers died (None: any number) is set aside: not delivered any more, kept
+    in its ring, logged, and told once to ``on_set_aside``, on whatever thread gets messages. A message that is held for
+    ``warn_held`` seconds (None: never) is logged, once.
     """
 
     def __init__(
@@ -55,9 +69,13 @@ class ConsumerBase:
         *,
         namespace: str | None = None,
         type: Any = Any,
-        runtime_dir: str | None = None,
+        max_deliveries: int | None = 3,
+        on_set_aside: Callable[[SetAside], None] | None = None,
+        warn_held: float | None = 60.0,
+        runtime_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self._path = QueuePath(queue, namespace, runtime_dir)
+        _check_limits(max_deliveries, warn_held)
         decoder = codec.Decoder(type)
         self._queue_lock = QueueLock(self._path)
         self._queue_lock.acquire()
@@ -68,12 +86,19 @@ class ConsumerBase:
             raise
         self._nudge = Nudge()
         self._protocol = ConsumerProtocol(
-            QueueRings(self._path),
+            QueueRings(self._path, max_deliveries or 0),
             time.time_ns(),
             lambda kind, blob, views: encoding.decode(kind, blob, views, decoder.decode),
             self._released,
             self._report,
+            self._note_set_aside,
+            self._next_turn,
         )
+        self._news: deque[SetAside] = deque()
+        self._on_set_aside = on_set_aside
+        self._warn_held = math.inf if warn_held is None else warn_held
+        self._turn_began = self._heard = time.monotonic()
+        self._turn_length = 1
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._refusal: Exception | None = None
@@ -113,6 +138,50 @@ class ConsumerBase:
             return self._take_one()
         finally:
             lock.release()
+            if self._news:
+                self._tell()
+
+    def _note_set_aside(self, source: Source, record: Record) -> None:
+        self._news.append(SetAside(source, record, self._lock))
+
+    def _tell(self) -> None:
+        """Tell of what was set aside; without the lock, for the callback may call anything."""
+        while self._news:
+            with contextlib.suppress(IndexError):
+                aside = self._news.popleft()
+                logger.error(
+                    "queue %s: message %d of producer %s is set aside: it was handed out %d times, and each time its "
+                    "consumer died; Consumer.set_aside() has it for inspection",
+                    self.queue,
+                    aside.sequence,
+                    aside.producer,
+                    aside.deliveries,
+                )
+                if self._on_set_aside is not None:
+                    try:
+                        self._on_set_aside(aside)
+                    except Exception:
+                        logger.exception("queue %s: on_set_aside failed", self.queue)
+
+    def _next_turn(self) -> int:
+        """Between two turns of the rings: hear producers who came while there was always something to take.
+
+        A turn is as long as lets this happen every few milliseconds, and at most _LONGEST_TURN messages.
+        """
+        now = time.monotonic()
+        took = now - self._turn_began
+        self._turn_began = now
+        if took < _QUICK_TURN:
+            self._turn_length = min(2 * self._turn_length, _LONGEST_TURN)
+        elif took > 4 * _QUICK_TURN:
+            self._turn_length = 1
+        if now - self._heard >= _HEAR_SECONDS:
+            self._heard = now
+            if self._hear():
+                # That may have used up the edge that a sleeping thread waits for.
+                self._nudge.set()
+            self._tidy()
+        return self._turn_length
 
     def _take_many(self, first: Message, limit: int) -> list[Message]:
         messages = [first]
@@ -124,6 +193,7 @@ class ConsumerBase:
                 # Not now: it would take along what was taken already.
                 if self._refusal is None:
                     self._defer(error)
+        self._tell()
         return messages
 
     def _defer(self, error: Exception) -> None:
@@ -155,18 +225,33 @@ class ConsumerBase:
             self._nudge.set()
 
     def _pump(self) -> None:
-        """Take in what producers sent."""
+        """Take in what producers sent, and that somebody nudged."""
         self._nudge.clear()
+        self._hear()
+
+    def _hear(self) -> bool:
+        """Take in what producers sent. False if that was nothing."""
+        heard = False
         while self._bell.readable() and (received := self._bell.receive()) is not None:
+            heard = True
             address, data = received
             try:
                 for frame in self._protocol.receive(address, data):
                     self._bell.send(*frame)
             except ProtocolError as error:
                 logger.warning("queue %s: a frame was passed over: %s", self.queue, error)
+        return heard
 
     def _report(self, error: Exception) -> None:
         logger.warning("queue %s: a ring is left out: %s", self.queue, error)
+
+    def set_aside(self) -> list[SetAside]:
+        """The messages that are kept because too many consumers died with them, to be read or discarded."""
+        with self._lock:
+            if self._refusal is not None:
+                raise self._refusal
+            self._protocol.discover()
+            return [SetAside(source, record, self._lock) for source, record in self._protocol.set_aside()]
 
     # -- in steps -----------------------------------------------------------------------------------------------------
 
@@ -181,11 +266,13 @@ class ConsumerBase:
                     self._protocol.reap()
                     self._tidy()
                     message = self._protocol.take()
-                    if message is not None:
-                        return message
-                    asleep = True
-                    may_sleep = self._protocol.fall_asleep()
-                    self._wake_producers()
+                    if message is None:
+                        asleep = True
+                        may_sleep = self._protocol.fall_asleep()
+                        self._wake_producers()
+                self._tell()
+                if message is not None:
+                    return message
                 if may_sleep:
                     yield None
         finally:
@@ -200,13 +287,22 @@ class ConsumerBase:
             self._tidied = now
             self._protocol.discover()
             self._protocol.tidy()
+            for source, record, age in self._protocol.long_held(now, self._warn_held):
+                logger.warning(
+                    "queue %s: message %d of producer %s has been held for %.0f s, and its space in the ring with it; "
+                    "release() it, or detach() what is to be kept for long",
+                    self.queue,
+                    record.sequence,
+                    source.producer,
+                    age,
+                )
 
     def _look_around(self) -> Message | None:
         """Look once more, for rings too: that of a new producer may be there before its Hello is."""
         with self._lock:
             if self._refusal is None:
                 self._protocol.discover()
-            return self._take_one()
+        return self._take()
 
     def _spin_until(self, deadline: float, now: float) -> float:
         """Until when to look for a message before going to sleep: a little longer, if the last one came quickly."""
@@ -218,7 +314,7 @@ class ConsumerBase:
         with self._lock:
             if self._refusal is None and not self._protocol.has_more():
                 return None
-            return self._take_one()
+        return self._take()
 
     def _empty(self) -> Exception:
         return QueueEmptyError(
@@ -227,7 +323,8 @@ class ConsumerBase:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _shut(self) -> None:
+    def _shut(self, hand_back: bool = True) -> None:
+        """Let go of everything. ``hand_back``: the messages are not to blame for this end."""
         with self._lock:
             if self._refusal is not None:
                 return
@@ -237,7 +334,7 @@ class ConsumerBase:
                     "them, or detach() the messages, and close again"
                 )
             self._pump()
-            self._protocol.close()
+            self._protocol.close(hand_back=hand_back)
             self._refuse(ClosedError(f"this consumer of queue {self.queue} was closed; make another one"))
             self._bell.close()
             self._waiter.close(self._close_descriptors)
@@ -245,16 +342,17 @@ class ConsumerBase:
                 os.unlink(self._path.socket)
             self._queue_lock.release()
         self._path.tidy()
+        self._tell()
 
-    @contextlib.contextmanager
-    def _not_instead_of(self, kind: type[BaseException] | None) -> Iterator[None]:
-        """Let ViewsHeldError out only if no other exception is on its way; its traceback may hold the arrays."""
+    def _leave(self, kind: type[BaseException] | None) -> None:
+        """Close at the end of a ``with`` block. An Exception there may be a message's fault, and counts as a death."""
         try:
-            yield
+            self._shut(hand_back=kind is None or not issubclass(kind, Exception))
         except ViewsHeldError as error:
             if kind is None:
                 raise
-            # As text: the record of the error itself would keep the traceback, and with it the arrays.
+            # Not instead of the other exception, whose traceback may hold the arrays; and as text, for the record of
+            # the error itself would keep that traceback.
             logger.warning("%s", str(error))
 
     def _close_descriptors(self) -> None:
@@ -271,7 +369,7 @@ class ConsumerBase:
         What dies with the interpreter was not released. The lock is kept until the process is gone.
         """
         try:
-            self.give_up()
+            self._shut(hand_back=False)
         except ViewsHeldError:
             with self._lock:
                 self._protocol.abandon()
@@ -288,7 +386,6 @@ class ConsumerBase:
         )
         self._lock = threading.Lock()
         self._turn = threading.Lock()
-        self._queue_lock.abandon()
 
     def _refuse(self, refusal: Exception) -> None:
         def take() -> Message | None:
@@ -316,6 +413,8 @@ class Consumer(ConsumerBase):
             message = self._take_one()
         finally:
             lock.release()
+        if self._news:
+            self._tell()
         if message is not None:
             return message
         deadline = deadline_of(timeout)
@@ -355,7 +454,7 @@ class Consumer(ConsumerBase):
             raise StopIteration from None
 
     def close(self) -> None:
-        """Give up the queue; what was not released is the next consumer's. Idempotent.
+        """Give up the queue; what was not released is the next consumer's, and not held against it. Idempotent.
 
         Raises ViewsHeldError, and stays open, while arrays of messages are alive: their memory would be used again
         under them.
@@ -366,8 +465,7 @@ class Consumer(ConsumerBase):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._not_instead_of(kind):
-            self.close()
+        self._leave(kind)
 
 
 class AsyncConsumer(ConsumerBase):
@@ -424,10 +522,16 @@ class AsyncConsumer(ConsumerBase):
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._not_instead_of(kind):
-            await self.close()
+        self._leave(kind)
 
 
 def _check_limit(limit: int) -> None:
     if not isinstance(limit, int) or limit < 1:
         raise ValueError(f"a limit is a number of messages from 1 on; this one is {limit!r}")
+
+
+def _check_limits(max_deliveries: int | None, warn_held: float | None) -> None:
+    if max_deliveries is not None and (not isinstance(max_deliveries, int) or max_deliveries < 1):
+        raise ValueError(f"max_deliveries is a number from 1 on, or None for no limit; this one is {max_deliveries!r}")
+    if warn_held is not None and (not isinstance(warn_held, numbers.Real) or not warn_held > 0):
+        raise ValueError(f"warn_held is a number of seconds above 0, or None for never; this one is {warn_held!r}")

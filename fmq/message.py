@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from fmq.errors import ClosedError
-from shmq import Lease, RingReader
+from shmq import Lease, Record, RingReader
 
 
 class Source:
@@ -18,7 +19,7 @@ class Source:
     ``decode`` makes a payload of (encoding, blob, views).
     """
 
-    __slots__ = ("address", "decode", "orphan", "producer", "reader", "released")
+    __slots__ = ("address", "decode", "orphan", "producer", "reader", "released", "watched")
 
     def __init__(
         self, reader: RingReader, released: Callable[[], None], decode: Callable[[int, bytes, list[Any]], Any]
@@ -29,6 +30,13 @@ class Source:
         self.decode = decode
         self.address: bytes | None = None
         self.orphan = False
+        self.watched: dict[int, float] = {}
+        """When the oldest messages that are held were seen first, by their position; the protocol's."""
+
+    def copy(self, offset: int) -> Any:
+        """The payload of a message that is not given back, with private copies of its arrays."""
+        encoding, count, blob = self.reader.read(offset)
+        return self.decode(encoding, blob, [view.copy() for view in self.reader.views(offset, len(blob), count)])
 
 
 # A Struct, because making one costs 0.1 us, and a class with slots 0.2.
@@ -91,10 +99,7 @@ class Message(msgspec.Struct, eq=False, weakref=True):
         if offset < 0:
             return self.payload
         if self._lease is not None:
-            reader = self._source.reader
-            encoding, count, blob = reader.read(offset)
-            copies = [view.copy() for view in reader.views(offset, len(blob), count)]
-            self.payload = self._source.decode(encoding, blob, copies)
+            self.payload = self._source.copy(offset)
         self._offset = -1
         self._give_back(offset)
         return self.payload
@@ -134,3 +139,49 @@ class Message(msgspec.Struct, eq=False, weakref=True):
     def __repr__(self) -> str:
         state = "released" if self._offset < 0 else "held"
         return f"<Message {self.sequence} of producer {self.producer}, {state}>"
+
+
+class SetAside:
+    """A message that is not delivered any more, because too many consumers died with it; kept until it is discarded.
+
+    Attributes
+        producer, sequence: which message it is.
+        timestamp_ns: when it was put, in nanoseconds since the epoch.
+        deliveries: how often it was handed out.
+    """
+
+    __slots__ = ("_lock", "_record", "_source", "deliveries", "producer", "sequence", "timestamp_ns")
+
+    def __init__(self, source: Source, record: Record, lock: threading.Lock) -> None:
+        self.producer = source.producer
+        self.sequence = record.sequence
+        self.timestamp_ns = record.timestamp
+        self.deliveries = record.deliveries
+        self._source = source
+        self._record = record
+        self._lock = lock
+
+    def read(self) -> Any:
+        """A private copy of the payload. Any thread.
+
+        Raises ClosedError if it was discarded, or the consumer closed; DecodeError or CorruptRecordError.
+        """
+        with self._lock:
+            if not self._source.reader.is_set_aside(self._record):
+                raise ClosedError(
+                    f"message {self.sequence} of producer {self.producer} can't be read: it was discarded, or its "
+                    "consumer is closed; the next Consumer.set_aside() lists it if it is still kept"
+                )
+            return self._source.copy(self._record.offset)
+
+    def discard(self) -> None:
+        """Give its space back. Any thread; idempotent."""
+        with self._lock:
+            kept = self._source.reader.is_set_aside(self._record)
+            if kept:
+                self._source.reader.free(self._record.offset)
+        if kept:
+            self._source.released()
+
+    def __repr__(self) -> str:
+        return f"<SetAside {self.sequence} of producer {self.producer}, handed out {self.deliveries} times>"

@@ -118,16 +118,16 @@ class Outgoing:
             self.array_bytes += nbytes
             self._places.append(place)
 
-    def place(self) -> bool:
+    def place(self, spill: bool = False) -> bool:
         """Reserve a place for each large buffer, or for none of them: False if there is no room now. The lock is held.
 
-        Arrays that fit the ring one by one, but not together, spill.
+        Arrays that fit the ring one by one, but not together, spill; with ``spill`` also what has no room now.
         """
         if self._reserved:
             return True
         reserved: list[Payload | None] = []
         try:
-            complete = self._reserve(reserved)
+            complete = self._reserve(reserved, spill)
         except BaseException:
             self._give_back(reserved)
             raise
@@ -143,7 +143,7 @@ class Outgoing:
                 self._to_copy.append((buffer, payload))
         return True
 
-    def _reserve(self, reserved: list[Payload | None]) -> bool:
+    def _reserve(self, reserved: list[Payload | None], spill: bool) -> bool:
         """Append a payload, or None if it needs none, for each buffer. False if there is no room for the next one."""
         writer = self._writer
         in_ring, in_spills = writer.max_payload, writer.spill_limit
@@ -154,6 +154,8 @@ class Outgoing:
                 if nbytes <= in_ring:
                     in_ring -= nbytes
                     payload = writer.reserve(nbytes)
+                    if payload is None and spill:
+                        payload = writer.reserve_spill_if_possible(nbytes)
                 else:
                     in_spills -= nbytes
                     if in_spills < 0 and nbytes <= writer.spill_limit:

@@ -16,6 +16,7 @@ import tempfile
 import time
 
 from fmq.errors import FmqError, QueueInUseError, QueueNameError
+from shmq.segment import abandon_in_child, no_fork
 
 DEFAULT_NAMESPACE = "default"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -27,12 +28,16 @@ _LOCK_PAUSE = 0.01
 class QueuePath:
     """The places of one queue. Raises QueueNameError at once for what can't be a name or would be too long a path."""
 
-    def __init__(self, queue: str, namespace: str | None = None, runtime_dir: str | None = None) -> None:
+    def __init__(
+        self, queue: str, namespace: str | None = None, runtime_dir: str | os.PathLike[str] | None = None
+    ) -> None:
         if namespace is None:
             namespace = os.environ.get("FMQ_NAMESPACE") or DEFAULT_NAMESPACE
         self.queue = _check_name("queue", queue)
         self.namespace = _check_name("namespace", namespace)
-        self._runtime = runtime_dir or default_runtime_dir()
+        if runtime_dir is not None and not isinstance(runtime_dir, str | os.PathLike):
+            raise QueueNameError(f"a runtime directory is a path; this one is {runtime_dir!r}")
+        self._runtime = os.fspath(runtime_dir or default_runtime_dir())
         self.directory = os.path.join(self._runtime, namespace)
         self.socket = os.path.join(self.directory, f"{queue}.sock")
         self.lock = os.path.join(self.directory, f"{queue}.lock")
@@ -90,27 +95,33 @@ class QueueLock:
         """Take the lock. Raises QueueInUseError, naming the pid that has it, if another consumer is alive."""
         for _ in range(_LOCK_TRIES):
             self._path.make_directory()
-            try:
-                fd = os.open(self._path.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:
-                continue
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _same_file(fd, self._path.lock):
-                    os.ftruncate(fd, 0)
-                    os.pwrite(fd, str(os.getpid()).encode(), 0)
-                    self._fd = fd
+            with no_fork:
+                if self._try():
                     return
-            except BlockingIOError:
-                # A producer that asks whether anybody is there holds the lock for an instant.
-                time.sleep(_LOCK_PAUSE)
-            os.close(fd)
+            # A producer that asks whether anybody is there holds the lock for an instant.
+            time.sleep(_LOCK_PAUSE)
         pid = _read_pid(self._path.lock)
         raise QueueInUseError(
             f"queue {self._path.queue} in namespace {self._path.namespace} has a consumer already, process "
             f"{pid or 'unknown'}; stop that one, or use another queue name or namespace (FMQ_NAMESPACE)",
             pid,
         )
+
+    def _try(self) -> bool:
+        try:
+            fd = os.open(self._path.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            return False
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same_file(fd, self._path.lock):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, str(os.getpid()).encode(), 0)
+                self._fd = fd
+                abandon_in_child(self)
+                return True
+        os.close(fd)
+        return False
 
     def release(self) -> None:
         """Remove the lock file and drop the lock. Idempotent."""
@@ -129,16 +140,17 @@ class QueueLock:
 
 def consumer_is_alive(path: QueuePath) -> bool:
     """Whether a process (running or stopped) holds the consumer's lock of a queue."""
-    try:
-        fd = os.open(path.lock, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
+    with no_fork:
+        try:
+            fd = os.open(path.lock, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
     return False
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
+import operator
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -23,8 +26,9 @@ from fmq.paths import QueuePath, consumer_is_alive
 from fmq.protocol import ProducerProtocol
 from fmq.rings import create_ring
 from fmq.waiting import LoopWaiter, Steps, deadline_of, run, run_async
-from shmq import fence
+from shmq import Payload, fence
 from shmq.fence import LOCK_IS_FENCE
+from shmq.layout import DONE, PENDING, RETURNED, SET_ASIDE, TAKEN
 from shmq.segment import abandon_in_child
 
 logger = logging.getLogger("fmq")
@@ -37,8 +41,21 @@ CLOSE_TIMEOUT = 5.0
 _RECHECK = 0.02
 """Seconds between two looks for space while waiting, should a wake-up be lost. Costs 0.2 % of a core."""
 
+_SPILL_SECONDS = 0.1
+"""How long what would fit the ring waits for room behind messages that are held, before it goes to a spill segment."""
+
 _THREAD_COPY_BYTES = 512 * 1024
 """Copies from this size on leave the event loop for a thread. Below, the copy (0.05 ms) is the quicker of the two."""
+
+_LONGEST_TTL = 1_000_000_000
+
+_STATES = {
+    PENDING: "was not taken yet",
+    RETURNED: "waits for the next consumer",
+    TAKEN: "is held",
+    DONE: "is done, but arrays of it are alive",
+    SET_ASIDE: "is set aside for inspection",
+}
 
 _NO_BUFFERS: list[NDArray[Any]] = []
 
@@ -61,7 +78,7 @@ class ProducerBase:
         namespace: str | None = None,
         ring_size: int = RING_SIZE,
         spill_limit: int = SPILL_LIMIT,
-        runtime_dir: str | None = None,
+        runtime_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self._path = QueuePath(queue, namespace, runtime_dir)
         self._path.make_directory()
@@ -84,6 +101,7 @@ class ProducerBase:
         """Bytes of arrays and other large buffers put so far."""
         self.copied_bytes = 0
         """How many of them were copied into the ring; the others were loans."""
+        self._stuck_since = math.inf
         self._bell.send(self._protocol.hello())
         self._post: Callable[[bytes, int, int, int], int | None] = self._writer.post
         self._asleep = self._writer.asleep
@@ -188,7 +206,7 @@ class ProducerBase:
 
     def _put(self, outgoing: Outgoing) -> Steps[int]:
         try:
-            yield from self._until(lambda: outgoing.place() or None)
+            yield from self._until(lambda: self._or_spill(lambda spill: outgoing.place(spill) or None))
             if outgoing.long_copy_bytes >= _THREAD_COPY_BYTES:
                 yield outgoing.copy
             else:
@@ -207,11 +225,32 @@ class ProducerBase:
                 self._send_frames()
 
     def _lend(self, nbytes: int) -> Steps[NDArray[np.uint8]]:
-        payload = yield from self._until(lambda: self._writer.reserve(nbytes))
+        writer = self._writer
+
+        def reserve(spill: bool) -> Payload | None:
+            return writer.reserve(nbytes) or (writer.reserve_spill_if_possible(nbytes) if spill else None)
+
+        payload = yield from self._until(lambda: self._or_spill(reserve))
         with self._lock:
             root = self._writer.lend(payload)
             self._loans.add(root, payload)
         return root
+
+    def _or_spill(self, attempt: Callable[[bool], T | None]) -> T | None:
+        """``attempt(False)``, or ``attempt(True)`` once the ring has been stuck for a while.
+
+        It is stuck when the consumer has taken all there is and holds what stands in the way: waiting for it to take
+        less would be in vain, and it may itself be waiting for more. A consumer that is merely slow is waited for.
+        """
+        result = attempt(False)
+        now = time.monotonic()
+        if result is not None or not self._writer.is_held():
+            self._stuck_since = math.inf
+        elif self._stuck_since == math.inf:
+            self._stuck_since = now
+        elif now - self._stuck_since >= _SPILL_SECONDS and consumer_is_alive(self._path):
+            return attempt(True)
+        return result
 
     def _drained(self) -> Steps[bool]:
         """Wait until every message is done; False as soon as no consumer is alive that could do it."""
@@ -261,10 +300,16 @@ class ProducerBase:
             )
         with self._lock:
             unfinished = 0 if self._refusal else self._writer.unfinished()
+            oldest = None if self._refusal else self._writer.oldest()
+        told = ""
+        if oldest is not None:
+            sequence, timestamp, state = oldest
+            age = max(0.0, time.time() - timestamp / 1e9)
+            told = f", the oldest, message {sequence}, put {age:.1f} s ago, {_STATES.get(state, 'is damaged')}"
         return QueueFullError(
             f"queue {self.queue} in {self._path.namespace}: the ring of {self._writer.size:,} bytes is full; "
-            f"the consumer has {unfinished} messages still to finish. Wait longer, release messages sooner (detach() "
-            "those to keep), or raise ring_size"
+            f"the consumer has {unfinished} messages still to finish{told}. Wait longer, release messages sooner "
+            "(detach() those to keep), or raise ring_size"
         )
 
     def _not_flushed(self) -> Exception:
@@ -282,12 +327,19 @@ class ProducerBase:
             if self._refusal is not None:
                 return
             unfinished = self._writer.unfinished()
+            aside = self._writer.set_aside()
+            remove = drained and not aside
             self._refuse(ClosedError(f"this producer of queue {self.queue} was closed; make another one"))
-            self._writer.close(remove=drained)
-            if drained:
+            self._writer.close(remove=remove)
+            if remove:
                 self._bell.send(self._protocol.goodbye())
             else:
-                logger.info("queue %s: %d messages are left to the next consumer", self.queue, unfinished)
+                logger.info(
+                    "queue %s: %d messages are left to the next consumer, and %d for inspection",
+                    self.queue,
+                    unfinished,
+                    aside,
+                )
             self._bell.close()
             self._waiter.close(self._bell.close_descriptor)
         self._path.tidy()
@@ -476,16 +528,19 @@ class AsyncProducer(ProducerBase):
 
 
 def _expires(ttl: float) -> int:
-    if not ttl > 0 or ttl == math.inf:
-        raise ValueError(f"a ttl is a finite number of seconds above 0; this one is {ttl!r}")
-    return time.monotonic_ns() + int(ttl * 1e9)
+    if not isinstance(ttl, numbers.Real) or not 0 < ttl <= _LONGEST_TTL:
+        raise ValueError(
+            f"a ttl is a number of seconds above 0, at most {_LONGEST_TTL:,}, or None for no limit; this one is {ttl!r}"
+        )
+    return time.monotonic_ns() + max(1, int(ttl * 1e9))
 
 
 def _array_size(shape: int | tuple[int, ...], dtype: DTypeLike) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     dtype = np.dtype(dtype)
     if dtype.hasobject or dtype.names is not None:
         raise codec.DTypeError(f"an array of dtype {dtype} can't lie in shared memory; use a plain numeric dtype")
-    shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(size) for size in shape)
+    sizes = (shape,) if isinstance(shape, SupportsIndex) else shape
+    shape = tuple(operator.index(size) for size in sizes)
     if any(size < 0 for size in shape):
         raise ValueError(f"an array can't have shape {shape}")
     return dtype, shape, math.prod(shape) * dtype.itemsize

@@ -30,6 +30,8 @@ Both classes are driven by one thread at a time; the front ends hold a lock arou
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -41,15 +43,17 @@ from fmq.message import Message, Source
 from shmq import (
     CorruptRecordError,
     Lease,
+    Record,
     RingReader,
     RingWriter,
     SegmentMissingError,
     ShmqError,
     fence,
 )
+from shmq.layout import DONE, SET_ASIDE, TAKEN
 
-_TURN = 64
-"""How many messages one ring may deliver before the next has its turn."""
+_WATCHED = 64
+"""How many records of each ring, from the tail on, are looked at for messages that are held for long."""
 
 
 class ProducerProtocol:
@@ -135,7 +139,9 @@ class ConsumerProtocol:
     """The consumer's side, over the readers of all rings of its queue.
 
     ``decode`` makes a payload of (encoding, blob, views); ``released`` is what a message calls when it was given back
-    and somebody should ``reap``; ``report`` is told what was found and left out: a foreign file, a damaged ring.
+    and somebody should ``reap``; ``report`` is told what was found and left out: a foreign file, a damaged ring;
+    ``set_aside`` of a message that too many consumers died with; ``turn``, between the turns of the rings, says how
+    many messages the next one may deliver, and may take the occasion to receive frames.
     """
 
     def __init__(
@@ -145,12 +151,16 @@ class ConsumerProtocol:
         decode: Callable[[int, bytes, list[Any]], Any],
         released: Callable[[], None],
         report: Callable[[Exception], None],
+        set_aside: Callable[[Source, Record], None],
+        turn: Callable[[], int],
     ) -> None:
         self._rings = rings
         self._epoch = epoch
         self._decode = decode
         self._released = released
         self._report = report
+        self._set_aside = set_aside
+        self._next_turn = turn
         self._sources: dict[str, Source] = {}
         self._order: deque[Source] = deque()
         self._refused: dict[str, str] = {}
@@ -203,11 +213,12 @@ class ConsumerProtocol:
             message = self._take_from(source)
             if message is not None:
                 return message
+        turn = self._next_turn()
         order = self._order
         for _ in range(len(order)):
             order.rotate(-1)
             self._current = order[0]
-            self._turn = _TURN
+            self._turn = turn
             message = self._take_from(self._current)
             if message is not None:
                 return message
@@ -228,24 +239,25 @@ class ConsumerProtocol:
         offset, sequence, encoding, buffers, blob, timestamp, deliveries = taken
         if buffers == 0 and encoding == RAW:
             return Message(blob, sequence, timestamp, deliveries, source, offset, None)
-        payload, lease = self._open(source, offset, encoding, buffers, blob)
-        return Message(payload, sequence, timestamp, deliveries, source, offset, lease)
-
-    def _open(self, source: Source, offset: int, encoding: int, buffers: int, blob: bytes) -> tuple[Any, Lease | None]:
-        reader = source.reader
-        lease = None
+        lease: Lease | None = None
         try:
             if not buffers:
-                return self._decode(encoding, blob, []), None
-            views = reader.views(offset, len(blob), buffers)
-            lease = reader.lease(offset, views)
-            return self._decode(encoding, blob, views), lease
-        except BaseException:
+                payload = self._decode(encoding, blob, [])
+            else:
+                views = reader.views(offset, len(blob), buffers)
+                lease = reader.lease(offset, views)
+                payload = self._decode(encoding, blob, views)
+        except Exception:
             if lease is None:
                 reader.free(offset)
             else:
                 reader.finish(lease)
             raise
+        except BaseException:
+            # Ctrl-C: no fault of the message.
+            reader.put_back(offset, deliveries)
+            raise
+        return Message(payload, sequence, timestamp, deliveries, source, offset, lease)
 
     def has_more(self) -> bool:
         """Whether a ring has something to look at."""
@@ -287,6 +299,7 @@ class ConsumerProtocol:
                 self._report(error)
                 continue
             source = Source(reader, self._released, self._decode)
+            reader.on_set_aside = functools.partial(self._set_aside, source)
             self._sources[name] = source
             self._order.append(source)
 
@@ -322,16 +335,46 @@ class ConsumerProtocol:
                 lines.append(f"{len(leases)} messages of producer {source.producer}")
         return lines
 
+    def long_held(self, now: float, seconds: float) -> list[tuple[Source, Record, float]]:
+        """The messages that were held for ``seconds`` since somebody asked, each once: (source, record, age).
+
+        Only among the oldest of each ring, which are those that stand in the way.
+        """
+        found = []
+        for source in self._order:
+            watched = source.watched
+            source.watched = {}
+            for record in source.reader.records(_WATCHED):
+                if record.state in (TAKEN, DONE):
+                    since = watched.get(record.position, now)
+                    if now - since >= seconds:
+                        found.append((source, record, now - since))
+                        since = math.inf
+                    source.watched[record.position] = since
+        return found
+
+    def set_aside(self) -> list[tuple[Source, Record]]:
+        """What is set aside in any ring."""
+        return [
+            (source, record)
+            for source in self._order
+            for record in source.reader.records()
+            if record.state == SET_ASIDE
+        ]
+
     def abandon(self) -> None:
         """Give nothing back any more: what is held is the next consumer's."""
         for source in self._order:
             source.reader.abandon()
 
-    def close(self) -> None:
-        """Let go of all rings; what was not released is the next consumer's. Raises ViewsHeldError while views live."""
+    def close(self, *, hand_back: bool) -> None:
+        """Let go of all rings; what was not released is the next consumer's. Raises ViewsHeldError while views live.
+
+        ``hand_back``: it is not to be held against those messages, as it would be if the consumer had died.
+        """
         self.tidy()
         for source in list(self._order):
-            source.reader.close()
+            source.reader.close(hand_back=hand_back)
             self._turn = 0
             self._order.remove(source)
             del self._sources[source.reader.name]

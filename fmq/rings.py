@@ -13,8 +13,9 @@ from shmq.writer import check_ring_size
 class QueueRings:
     """What a consumer sees of its queue's rings; implements ``fmq.protocol.Rings``."""
 
-    def __init__(self, path: QueuePath) -> None:
+    def __init__(self, path: QueuePath, max_deliveries: int = 0) -> None:
         self._prefix = path.rings
+        self._max_deliveries = max_deliveries
 
     def names(self) -> list[str]:
         """The names of the rings that are there, their spill segments left out."""
@@ -24,7 +25,7 @@ class QueueRings:
         """Attach a ring for reading. Raises a SegmentError or a CorruptRecordError."""
         segment = Segment.attach(name)
         try:
-            return RingReader(segment, epoch=epoch)
+            return RingReader(segment, epoch=epoch, max_deliveries=self._max_deliveries)
         except BaseException:
             segment.close()
             raise

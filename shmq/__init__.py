@@ -14,7 +14,7 @@ from shmq.errors import (
     ViewsHeldError,
 )
 from shmq.orphans import Finding, collect
-from shmq.reader import Lease, RingReader, Taken
+from shmq.reader import Lease, Record, RingReader, Taken
 from shmq.segment import Segment
 from shmq.writer import Payload, RingWriter
 
@@ -25,6 +25,7 @@ __all__ = [
     "LayoutVersionError",
     "Lease",
     "Payload",
+    "Record",
     "RingReader",
     "RingWriter",
     "Segment",

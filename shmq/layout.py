@@ -17,7 +17,7 @@ A ring segment::
       1024   | spills          | spilled bytes  | stalls          | high water      |   counters of the producer
       1056   | turns           | folds          | doorbells       |                 |
              +-----------------+----------------+-----------------+-----------------+
-      1280   | taken           | redelivered    | expired         | set aside       |   counters of the consumer
+      1280   | redelivered     | expired        | set aside       |                 |   counters of the consumer
              +-----------------+----------------+-----------------+-----------------+
       4096   | records, each aligned to 64 bytes, up to 4096 + ring size             |
              +-----------------------------------------------------------------------+
@@ -45,10 +45,14 @@ A record::
                                                             is a multiple of 64, so it begins at bit 16
     extra      = JUMP: the offset at which the chain goes on (JUMP_OTHER: the body length holds it, see below)
                  MESSAGE: number of references << 8 | encoding
-    deliveries = how often a consumer was handed the message and died with it; written by the next consumer
+    deliveries = how often a consumer died with the message << 32 | how often one was handed it and is gone;
+                 written by the next consumer
 
-A JUMP whose target changes becomes a JUMP_OTHER, and that a JUMP again: the new target is stored in the word that does
-not count yet, then one store of the descriptor changes kind and length together.
+What a reader does with a message stands in its release byte::
+
+    PENDING --> TAKEN --> DONE --> FREE         handed out; acknowledged; and no view of it is left
+                TAKEN --> RETURNED --> TAKEN    handed back by a consumer that closed in order
+                TAKEN --> SET_ASIDE --> FREE    too many consumers died with it: kept for inspection
 
 ``length`` is what the record takes of the position count: header, body and unused bytes; for a JUMP all that it stands
 for. The body of a MESSAGE is its blob, then (aligned to 8) one reference of four words for each buffer, then (aligned
@@ -105,16 +109,16 @@ TURNS = SPILLS + 4
 FOLDS = SPILLS + 5
 DOORBELLS = SPILLS + 6
 
-TAKEN_COUNT = 1280 // 8
-REDELIVERED_COUNT = TAKEN_COUNT + 1
-EXPIRED_COUNT = TAKEN_COUNT + 2
-SET_ASIDE_COUNT = TAKEN_COUNT + 3
+REDELIVERED_COUNT = 1280 // 8
+EXPIRED_COUNT = REDELIVERED_COUNT + 1
+SET_ASIDE_COUNT = REDELIVERED_COUNT + 2
 
 # A record.
 RECORD_BYTES = 128
 RELEASE_BYTE = 64
 POSITION_WORD = 0
 DESCRIPTOR_WORD = 1
+SEQUENCE_WORD = 2
 BODY_WORD = 3
 EXTRA_WORD = 6
 DELIVERIES_WORD = 7
@@ -144,12 +148,16 @@ RESERVED = 1
 COMMITTED = 2
 ABORTED = 3
 
-# release byte
+# release byte: below DONE a message is still to be delivered
 PENDING = 0
 TAKEN = 1
-DONE = 2
-FREE = 3
-SET_ASIDE = 4
+RETURNED = 2
+DONE = 3
+FREE = 4
+SET_ASIDE = 5
+
+DEATH = 1 << 32
+"""What one consumer that died adds to the ``deliveries`` of a message."""
 
 # where
 IN_RECORD = 1

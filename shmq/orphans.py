@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from shmq.errors import SegmentError, SegmentMissingError, ShmqError
-from shmq.layout import SPILL_MAGIC
+from shmq.errors import LayoutVersionError, SegmentError, SegmentMissingError, ShmqError, TruncatedSegmentError
+from shmq.layout import DONE, SET_ASIDE, SPILL_MAGIC
 from shmq.reader import RingReader
 from shmq.segment import MAKING, Segment, is_owned, names, size_of, unlink
 
 PREFIX = "shmq:"
 """What the names of all rings and spill segments begin with."""
+
+_HINT = "`shmq gc --discard` removes it nevertheless"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,10 @@ def _collect_ring(name: str, discard: bool) -> list[Finding]:
         segment = Segment.attach(name)
     except SegmentMissingError:
         raise
+    except (TruncatedSegmentError, LayoutVersionError) as error:
+        if discard:
+            return [_remove(name, f"discarded, although it may hold messages: {error}")]
+        return [Finding(name, size_of(name), False, f"its owner is dead, but it can't be read: {error}; {_HINT}")]
     except SegmentError as error:
         return [Finding(name, size_of(name), False, f"left alone: {error}")]
     try:
@@ -65,17 +71,18 @@ def _collect_ring(name: str, discard: bool) -> list[Finding]:
         if not segment.adopt():
             return []
         try:
-            unfinished = RingReader(segment, epoch=0, peek=True).unfinished()
+            records = RingReader(segment, epoch=0, peek=True).records()
+            waiting = sum(record.state < DONE for record in records)
+            aside = sum(record.state == SET_ASIDE for record in records)
+            found = [f"{waiting} messages wait for the next consumer"] if waiting else []
+            found += [f"{aside} messages were set aside for inspection"] if aside else []
         except ShmqError as error:
-            if not discard:
-                return [Finding(name, segment.size, False, f"its owner is dead, but it is damaged: {error}")]
-            unfinished = 0
-        if unfinished and not discard:
-            reason = f"its owner is dead, but {unfinished} messages wait for the next consumer"
-            return [Finding(name, segment.size, False, reason)]
+            found = [f"it is damaged: {error}"]
+        if found and not discard:
+            return [Finding(name, segment.size, False, f"its owner is dead, but {' and '.join(found)}; {_HINT}")]
         reason = "its owner is dead and all its messages are done"
-        if unfinished:
-            reason = f"its owner is dead; {unfinished} messages were discarded"
+        if found:
+            reason = f"discarded, although {' and '.join(found)}"
         findings = [_remove(name, reason)]
         findings += [_remove(spill, "its ring was removed") for spill in names(f"{name}.")]
         return findings

@@ -7,9 +7,10 @@ The ring is taken as input, not as truth: every length, position and reference i
 is used, and what can't be true is a CorruptRecordError. Memory outside the segment is never read.
 
 A reader that starts walks from the tail, and so do recovery and redelivery: a message that is still *pending* is new,
-one that is *taken* was handed to a consumer that died with it and comes again, marked so, one that is *done* only waits
-to be freed. The writer may reclaim while it looks; then the header under the cursor is invalid and the reader looks
-again from the tail, which leads to the same place.
+one that is *taken* was handed to a consumer that died with it and comes again, marked so (as does one that a consumer
+*returned* at its end), one that is *done* only waits to be freed. What too many consumers died with is *set aside*. The
+writer may reclaim while the reader looks; then the header under the cursor is invalid and the reader looks again from
+the tail, which leads to the same place.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import os
 import time
 import weakref
 from collections import deque
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +34,7 @@ from shmq.layout import (
     ASLEEP,
     COMMITTED,
     CONSUMER_PID,
+    DEATH,
     DELIVERIES_WORD,
     DONE,
     EPOCH,
@@ -54,6 +57,9 @@ from shmq.layout import (
     REDELIVERED_COUNT,
     REFERENCE,
     RELEASE_BYTE,
+    RETURNED,
+    SET_ASIDE,
+    SET_ASIDE_COUNT,
     SPILL_MAGIC,
     TAIL,
     TAKEN,
@@ -70,11 +76,24 @@ _MESSAGE = descriptor(MESSAGE, COMMITTED, 0)
 _PAYLOAD = descriptor(PAYLOAD, COMMITTED, 0)
 _KIND_AND_STATE = 0x3FF
 _MAX_LOOKS = 10_000
+_ALL = 1 << 62
+_WORD = (1 << 64) - 1
 
 
 Taken: TypeAlias = "tuple[int, int, int, int, bytes, int, int]"
 """A message that was just handed out: (offset, sequence, encoding, number of buffers, blob, timestamp, how often it was
 delivered before). ``offset`` is its name towards the reader. A named tuple would cost each message 0.2 us more."""
+
+
+class Record(NamedTuple):
+    """A message where it lies in the ring. ``state`` is its release byte, ``timestamp`` in ns since the epoch."""
+
+    position: int
+    offset: int
+    sequence: int
+    state: int
+    timestamp: int
+    deliveries: int
 
 
 class Lease:
@@ -104,10 +123,12 @@ class _View(weakref.ref[NDArray[np.uint8]]):
 class RingReader:
     """Reads one ring, from the oldest message that is not done. ``epoch`` names this life of the consumer.
 
-    With ``peek`` it only counts, and leaves no trace in the ring. Raises CorruptRecordError for a ring without a tail.
+    A message with which ``max_deliveries`` consumers died is set aside (0: never): ``on_set_aside`` is told of it once,
+    and ``records`` finds it again. With ``peek`` a reader only looks, and leaves no trace in the ring. Raises
+    CorruptRecordError for a ring without a tail.
     """
 
-    def __init__(self, segment: Segment, *, epoch: int, peek: bool = False) -> None:
+    def __init__(self, segment: Segment, *, epoch: int, max_deliveries: int = 0, peek: bool = False) -> None:
         self.segment = segment
         self.name = segment.name
         self.size = segment.payload_bytes
@@ -120,6 +141,9 @@ class RingReader:
         self._looked_at = (0, 0, -1)
         self._answered = 0
         self._has_freed = False
+        self._max_deliveries = max_deliveries
+        self.on_set_aside: Callable[[Record], None] | None = None
+        """Told, from within ``take``, of every message that is set aside."""
         try:
             self._position, self._offset = self._find_tail()
         except CorruptRecordError:
@@ -163,38 +187,67 @@ class RingReader:
             end = offset + length
             if end + RECORD_BYTES > self.size or position + length > self._head or length < RECORD_BYTES:
                 raise self._corrupt(position, f"a message of {length} bytes at offset {offset} of {self.size}")
-            self._position = position + length
-            self._offset = end
-            if release & 0xFF or expires:
-                # First of all: of a message that is free, the writer may be making a JUMP, and its fields say nothing.
-                if not self._deliverable(offset, release & 0xFF, expires):
+            state = release & 0xFF
+            # First of all: of a message that is free, the writer may be making a JUMP, and its fields say nothing.
+            if (state or expires) and not self._deliverable(offset, state, expires):
+                self._offset, self._position = end, position + length
+                continue
+            if state:
+                deliveries = self._count_delivery(offset, state, deliveries)
+                if 0 < self._max_deliveries <= deliveries // DEATH:
+                    self._offset, self._position = end, position + length
+                    self._set_aside(Record(position, offset, sequence, SET_ASIDE, timestamp, deliveries % DEATH))
                     continue
-                if release & 0xFF == TAKEN:
-                    deliveries += 1
-                    words[(at >> 3) + DELIVERIES_WORD] = deliveries
-                    words[REDELIVERED_COUNT] += 1
+                words[REDELIVERED_COUNT] += 1
+                deliveries %= DEATH
             buffers = extra >> 8
             if RECORD_BYTES + body + REFERENCE.size * buffers > length:
-                self._position, self._offset = position, offset
                 raise self._corrupt(
                     position,
                     f"a body of {body} bytes and {buffers} buffers in a message of {length} at offset {offset}",
                 )
             memory[at + RELEASE_BYTE] = TAKEN
+            # Only now: an exception between two of these lines (Ctrl-C raises one) must not make us pass over it.
+            self._offset, self._position = end, position + length
             at += RECORD_BYTES
             return offset, sequence, extra & 0xFF, buffers, memory[at : at + body], timestamp, deliveries
+
+    def put_back(self, offset: int, deliveries: int) -> None:
+        """Undo the last ``take``, which gave ``offset`` and ``deliveries``: the next one gives the same message."""
+        self._leases.pop(offset, None)
+        start = HEADER_BYTES + offset
+        self._memory[start + RELEASE_BYTE] = RETURNED if deliveries else PENDING
+        self._offset, self._position = offset, self._words[start >> 3]
+
+    def _count_delivery(self, offset: int, state: int, deliveries: int) -> int:
+        deliveries = deliveries + (1 if state == RETURNED else DEATH + 1) & _WORD
+        self._words[((HEADER_BYTES + offset) >> 3) + DELIVERIES_WORD] = deliveries
+        return deliveries
 
     def _deliverable(self, offset: int, state: int, expires: int) -> bool:
         """Whether a message that is not simply new is to be handed out; what only waits to be freed is freed."""
         if state == DONE:
             self.free(offset)
-        if state != PENDING and state != TAKEN:
+        if DONE <= state <= SET_ASIDE:
             return False
         if expires and expires <= time.monotonic_ns():
             self.free(offset)
             self._words[EXPIRED_COUNT] += 1
             return False
         return True
+
+    def _set_aside(self, record: Record) -> None:
+        self._memory[HEADER_BYTES + record.offset + RELEASE_BYTE] = SET_ASIDE
+        self._words[SET_ASIDE_COUNT] += 1
+        if self.on_set_aside is not None:
+            self.on_set_aside(record)
+
+    def is_set_aside(self, record: Record) -> bool:
+        """Whether a message that was set aside is still kept."""
+        if self._closed:
+            return False
+        start = HEADER_BYTES + record.offset
+        return bool(self._words[start >> 3] == record.position and self._memory[start + RELEASE_BYTE] == SET_ASIDE)
 
     def has_more(self) -> bool:
         """Whether ``take`` has something to look at. Costs one load."""
@@ -428,38 +481,44 @@ class RingReader:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def pending(self) -> int:
-        """How many messages are not free, whether taken or not. Walks the ring: for ends, not for loops."""
-        return self._count(FREE)
+        """How many messages are not free. Walks the ring: for ends, not for loops."""
+        return sum(record.state != FREE for record in self.records())
 
     def unfinished(self) -> int:
-        """How many messages are not done. Walks the ring, as ``pending``."""
-        return self._count(DONE)
+        """How many messages are still to be delivered or acknowledged. Walks the ring, as ``pending``."""
+        return sum(record.state < DONE for record in self.records())
 
-    def _count(self, below: int) -> int:
+    def records(self, most: int = _ALL) -> list[Record]:
+        """The messages from the tail on, whatever their state; only those of the first ``most`` records of the chain.
+
+        Those that are free may be written over at any time, the others stay where they are.
+        """
         words = self._words
-        memory = self._memory
         keep = self._position, self._offset, self._head
         try:
             for _ in range(_MAX_LOOKS):
-                count = 0
+                found: list[Record] = []
                 self._head = words[HEAD]
                 self._position, self._offset = self._find_tail()
-                while self._position < self._head:
+                left = most
+                while self._position < self._head and left:
+                    left -= 1
                     position, offset = self._position, self._offset
                     start = HEADER_BYTES + offset
-                    word = words[(start >> 3) + 1]
-                    state = memory[start + RELEASE_BYTE]
+                    _, word, sequence, _, timestamp, _, _, deliveries, release = NEW_RECORD.unpack_from(
+                        self._memory, start
+                    )
                     if words[start >> 3] != position:
                         break
                     if word & _KIND_AND_STATE == _MESSAGE:
-                        count += state < below
+                        found.append(Record(position, offset, sequence, release & 0xFF, timestamp, deliveries % DEATH))
                         word = _PAYLOAD | word & ~_KIND_AND_STATE
                     self._pass(position, offset, word)
                     if self._position == position:
                         break
                 else:
-                    return count
-                # Reclaimed while it was counted: begin anew.
+                    return found
+                # Reclaimed while it was looked at: begin anew.
             raise self._corrupt(self._position, f"no record of that position at offset {self._offset}")
         finally:
             self._position, self._offset, self._head = keep
@@ -476,8 +535,11 @@ class RingReader:
         """The leases of messages with views that are alive."""
         return [lease for lease in self._leases.values() if lease.views]
 
-    def close(self) -> None:
-        """Unmap the ring. Raises ViewsHeldError, and leaves it usable, while views are alive. Idempotent."""
+    def close(self, *, hand_back: bool = False) -> None:
+        """Unmap the ring. Raises ViewsHeldError, and leaves it usable, while views are alive. Idempotent.
+
+        ``hand_back``: this is an orderly end, and what was not acknowledged is not to be held against the messages.
+        """
         if self._closed:
             return
         for number, segment in list(self._spills.items()):
@@ -485,6 +547,8 @@ class RingReader:
             del self._spills[number]
         # Before the memory goes: other threads may give back messages at any time.
         self._closed = True
+        if hand_back:
+            self._hand_back()
         self._readonly.release()
         try:
             self.segment.close()
@@ -493,6 +557,12 @@ class RingReader:
             self._words = self.segment.words
             self._closed = False
             raise
+
+    def _hand_back(self) -> None:
+        with contextlib.suppress(CorruptRecordError):
+            for record in self.records():
+                if record.state == TAKEN:
+                    self._memory[HEADER_BYTES + record.offset + RELEASE_BYTE] = RETURNED
 
     def retire(self) -> None:
         """Read the ring no further; it is unmapped now or, while views are alive, when the last of them is gone."""

@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 import time
 import weakref
 from typing import Protocol
@@ -66,6 +67,11 @@ class Segment:
         _check_name(name)
         size = layout.HEADER_BYTES + layout.align(payload_bytes, layout.PAGE)
         _check_space(name, size)
+        with no_fork:
+            return cls._create(name, size, payload_bytes, magic, ring_id)
+
+    @classmethod
+    def _create(cls, name: str, size: int, payload_bytes: int, magic: int, ring_id: bytes) -> Segment:
         # Made under another name and linked when it is whole: nobody ever sees half a segment under its own name.
         making = MAKING + name
         try:
@@ -79,7 +85,7 @@ class Segment:
                 if not _lock(lock.fd) or os.fstat(lock.fd).st_nlink == 0:
                     raise SegmentMissingError(f"segment {name} was taken for an orphan while it was made; try again")
                 _allocate(name, fd.fd, size)
-                segment = cls(name, _map(fd.fd, size), size, lock.detach())
+                segment = cls(name, _map(name, fd.fd, size), size, lock.detach())
                 segment._write_identity(magic, payload_bytes, ring_id)
                 try:
                     os.link(os.path.join(DIRECTORY, making), os.path.join(DIRECTORY, name))
@@ -97,12 +103,12 @@ class Segment:
         Raises SegmentMissingError, ForeignSegmentError, LayoutVersionError or TruncatedSegmentError.
         """
         _check_name(name)
-        with _Descriptor(_open(name)) as lock:
+        with no_fork, _Descriptor(_open(name)) as lock:
             # Before anything is mapped: to map a file is to allocate its pages.
             size = _check_identity(name, lock.fd, magic)
             # Through a description of its own: a mapping keeps one, and in a forked child that would keep the lock.
             with _Descriptor(os.open(f"/proc/self/fd/{lock.fd}", os.O_RDWR | os.O_CLOEXEC)) as again:
-                memory = _map(again.fd, size)
+                memory = _map(name, again.fd, size)
             return cls(name, memory, size, lock.detach())
 
     def _write_identity(self, magic: int, payload_bytes: int, ring_id: bytes) -> None:
@@ -134,7 +140,12 @@ class Segment:
 
     def is_linked(self) -> bool:
         """Whether the segment still has its name."""
-        return self._lock_fd >= 0 and os.fstat(self._lock_fd).st_nlink > 0
+        if self._lock_fd < 0:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._lock_fd), os.lstat(os.path.join(DIRECTORY, self.name)))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Unmap, and drop the lock if it was held. The segment itself stays. Idempotent.
@@ -213,7 +224,7 @@ def names(prefix: str) -> list[str]:
 
 def is_owned(name: str) -> bool:
     """Whether a living process holds the owner's lock of a segment. Raises SegmentMissingError."""
-    with _Descriptor(_open(name)) as descriptor:
+    with no_fork, _Descriptor(_open(name)) as descriptor:
         return not _lock(descriptor.fd)
 
 
@@ -312,9 +323,24 @@ def _space_error(name: str, size: int, free: int) -> SegmentSpaceError:
     )
 
 
-def _map(fd: int, size: int) -> mmap.mmap:
+def _map(name: str, fd: int, size: int) -> mmap.mmap:
     # Populated at once: a first touch of each page in the middle of a message costs more than the copy.
-    return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    try:
+        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    except OSError as error:
+        raise SegmentSpaceError(
+            f"{size:,} bytes of segment {name} can't be mapped: {error}; this process may have reached its limit of "
+            "address space (ulimit -v) or of mappings (vm.max_map_count)"
+        ) from error
+
+
+no_fork = threading.RLock()
+"""Held while a descriptor with a lock exists of which nobody knows yet: a fork waits for it.
+
+A child that got a copy of such a descriptor would not know that it has to close it, and would keep the lock of a
+parent that is dead.
+"""
+os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release)
 
 
 class Abandons(Protocol):

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmq import fence
-from shmq.errors import SegmentError, TooLargeError
+from shmq.errors import SegmentError, SegmentSpaceError, TooLargeError
 from shmq.fence import TOTAL_STORE_ORDER
 from shmq.layout import (
     ABORTED,
@@ -59,10 +59,13 @@ from shmq.layout import (
     NEW_RECORD,
     NEXT_SEQUENCE,
     PAYLOAD,
+    PENDING,
     RECORD_BYTES,
     REFERENCE,
     RELEASE_BYTE,
     RESERVED,
+    SEQUENCE_WORD,
+    SET_ASIDE,
     SPILLED_BYTES,
     SPILLS,
     STALLS,
@@ -161,35 +164,39 @@ class RingWriter:
 
         ``timestamp`` in nanoseconds since the epoch; ``expires`` in nanoseconds of the monotonic clock, 0 for never.
         """
-        nbytes = len(blob)
-        length = (nbytes + _RECORD_AND_ALIGN) & -ALIGN
-        offset = self._offset
-        end = offset + length
-        if end + RECORD_BYTES > self._limit or offset > self._turn_at:
-            if not self._make_room(length):
-                return None
+        try:
+            nbytes = len(blob)
+            length = (nbytes + _RECORD_AND_ALIGN) & -ALIGN
             offset = self._offset
             end = offset + length
-        position = self._position
-        sequence = self._sequence
-        memory = self._memory
-        start = HEADER_BYTES + offset
-        body = start + RECORD_BYTES
-        NEW_RECORD.pack_into(
-            memory, start, position, length << 10 | _MESSAGE, sequence, nbytes, timestamp, expires, encoding, 0, 0
-        )
-        memory[body : body + nbytes] = blob
-        self._chain.append((offset, length, position, None, (), -1))
-        # As in _announce, whose call would cost 0.08 us.
-        self._offset = end
-        self._position = position = position + length
-        self._sequence = sequence + 1
-        words = self._words
-        words[NEXT_SEQUENCE] = sequence + 1
-        if not TOTAL_STORE_ORDER:
-            fence.publish()
-        words[HEAD] = position
-        return sequence
+            if end + RECORD_BYTES > self._limit or offset > self._turn_at:
+                if not self._make_room(length):
+                    return None
+                offset = self._offset
+                end = offset + length
+            position = self._position
+            sequence = self._sequence
+            memory = self._memory
+            start = HEADER_BYTES + offset
+            body = start + RECORD_BYTES
+            NEW_RECORD.pack_into(
+                memory, start, position, length << 10 | _MESSAGE, sequence, nbytes, timestamp, expires, encoding, 0, 0
+            )
+            memory[body : body + nbytes] = blob
+            self._chain.append((offset, length, position, None, (), -1))
+            # As in _announce, whose call would cost 0.08 us.
+            self._offset = end
+            self._position = position = position + length
+            self._sequence = sequence + 1
+            words = self._words
+            words[NEXT_SEQUENCE] = sequence + 1
+            if not TOTAL_STORE_ORDER:
+                fence.publish()
+            words[HEAD] = position
+            return sequence
+        except BaseException:
+            self._repair()
+            raise
 
     def post_with(
         self,
@@ -205,6 +212,21 @@ class RingWriter:
         A small buffer is kept in the record: ``copy(index, target)`` is called to fill ``target`` (uint8 [nbytes]). An
         exception from it leaves the ring as it was. Returns as ``post`` does.
         """
+        try:
+            return self._post_with(blob, encoding, timestamp, expires, buffers, copy)
+        except BaseException:
+            self._repair()
+            raise
+
+    def _post_with(
+        self,
+        blob: bytes,
+        encoding: int,
+        timestamp: int,
+        expires: int,
+        buffers: Sequence[Slice | int],
+        copy: Callable[[int, Bytes], None],
+    ) -> int | None:
         parts = [blob, bytes(-len(blob) & 7)]
         end = record_length(len(blob), len(buffers))
         small: list[tuple[int, int, int]] = []
@@ -216,6 +238,8 @@ class RingWriter:
                 end = align(end + buffer)
             else:
                 payload, first, nbytes = buffer
+                if payload.state == ABORTED:
+                    raise ValueError("the payload was given back before the message that refers to it was posted")
                 parts.append(payload.reference(first, nbytes))
                 if payload not in payloads:
                     payloads.append(payload)
@@ -236,10 +260,10 @@ class RingWriter:
         NEW_RECORD.pack_into(
             memory, start, position, length << 10 | _MESSAGE, sequence, len(blob), timestamp, expires, extra, 0, 0
         )
+        self._chain.append((offset, length, position, None, tuple(payloads), -1))
         for payload in payloads:
             payload.messages.add(offset)
             self._settle(payload, COMMITTED)
-        self._chain.append((offset, length, position, None, tuple(payloads), -1))
         self._offset = offset + length
         self._announce(position + length, sequence + 1)
         return sequence
@@ -252,6 +276,19 @@ class RingWriter:
         fence.publish()
         words[HEAD] = position
 
+    def _repair(self) -> None:
+        """After an exception between any two stores (Ctrl-C raises one): forget what was not announced."""
+        words = self._words
+        self._position = words[HEAD]
+        while self._chain and self._chain[-1][2] >= self._position:
+            entry = self._chain.pop()
+            self._forget(entry)
+            self._offset = entry[0]
+            if entry[3] is None and entry[5] < 0:
+                self._sequence = words[NEXT_SEQUENCE] = words[(HEADER_BYTES + entry[0]) // 8 + SEQUENCE_WORD]
+        self._extents = self._trace()
+        self._limit = self._gap_end()
+
     # -- payloads -----------------------------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int) -> Payload | None:
@@ -262,18 +299,28 @@ class RingWriter:
         """
         if nbytes > self.max_payload:
             return self.reserve_spill(nbytes)
+        payload = Payload(nbytes, -1, -1, None)
+        try:
+            return payload if self._place(payload) else None
+        except BaseException:
+            self._repair()
+            if self._chain and self._chain[-1][3] is payload:
+                self.let_go(payload)
+            raise
+
+    def _place(self, payload: Payload) -> bool:
+        nbytes = payload.nbytes
         length = align(RECORD_BYTES + nbytes)
         # What announces the payload needs room as well, and finds it behind it.
         fits = self._offset + length + self._share + RECORD_BYTES <= self._limit and self._offset <= self._turn_at
         if not fits and not self._make_room(length, self._share):
-            return None
-        offset, position = self._offset, self._position
-        payload = Payload(nbytes, offset, position, None)
+            return False
+        payload.offset, payload.position = offset, position = self._offset, self._position
         self._append(PAYLOAD, RESERVED, length, nbytes)
         self._chain.append((offset, length, position, payload, (), -1))
         self._offset = offset + length
         self._announce(position + length, self._sequence)
-        return payload
+        return True
 
     def reserve_spill(self, nbytes: int) -> Payload | None:
         """Set aside a spill segment for one payload, whatever its size. Returns and raises as ``reserve`` does."""
@@ -295,6 +342,15 @@ class RingWriter:
         self._words[SPILLED_BYTES] += nbytes
         return payload
 
+    def reserve_spill_if_possible(self, nbytes: int) -> Payload | None:
+        """As ``reserve_spill``, for a payload that might as well wait for the ring: None where that would raise."""
+        if nbytes > self.spill_limit:
+            return None
+        try:
+            return self.reserve_spill(nbytes)
+        except SegmentSpaceError:
+            return None
+
     def target(self, payload: Payload) -> Bytes:
         """A writable uint8 array [nbytes] over a reserved payload, for a copy that is over before ``let_go``."""
         if payload.spill is not None:
@@ -307,6 +363,8 @@ class RingWriter:
         A loan that is dropped without having been sent is aborted; one that was sent is not recycled under the hands
         of its holder.
         """
+        if payload.array() is not None:
+            raise ValueError("the payload is lent already")
         root = self.target(payload)
         dropped = self._dropped
         # Called on any thread, inside any collection: it may only enqueue.
@@ -359,6 +417,33 @@ class RingWriter:
             for offset, _, _, payload, _, target in self._chain
             if payload is None and target < 0 and memory[HEADER_BYTES + offset + RELEASE_BYTE] < DONE
         )
+
+    def set_aside(self) -> int:
+        """How many messages are kept for inspection."""
+        memory = self._memory
+        return sum(
+            1
+            for offset, _, _, payload, _, target in self._chain
+            if payload is None and target < 0 and memory[HEADER_BYTES + offset + RELEASE_BYTE] == SET_ASIDE
+        )
+
+    def is_held(self) -> bool:
+        """Whether what is in the ring is in somebody's hands: no message is still to be taken."""
+        for offset, _, _, payload, _, target in reversed(self._chain):
+            if payload is None and target < 0:
+                return bool(self._memory[HEADER_BYTES + offset + RELEASE_BYTE] != PENDING)
+        return True
+
+    def oldest(self) -> tuple[int, int, int] | None:
+        """(sequence, timestamp in ns since the epoch, release byte) of the oldest message that is not free."""
+        for offset, _, _, payload, _, target in self._chain:
+            if payload is None and target < 0:
+                _, _, sequence, _, timestamp, _, _, _, release = NEW_RECORD.unpack_from(
+                    self._memory, HEADER_BYTES + offset
+                )
+                if release & 0xFF != FREE:
+                    return sequence, timestamp, release & 0xFF
+        return None
 
     def reclaim(self) -> None:
         """Move the tail over everything at the front of the chain that is free."""

@@ -85,7 +85,7 @@ def put_without_end(connection: Connection, place: Place) -> None:
 
 def consume(connection: Connection, place: Place) -> None:
     """Do as told: "get", "hold" (get and keep), "close"."""
-    consumer = Consumer(place.queue, **place.where)
+    consumer = Consumer(place.queue, max_deliveries=None, **place.where)
     held = []
     connection.send("ready")
     while (order := connection.recv()) != "close":
@@ -433,7 +433,7 @@ def test_consumers_killed_again_and_again_leave_room_for_the_next(place: Place) 
                 assert redelivered == (index > 0)
                 assert sequence < 2
             child.kill()
-    consumer = place.consumer()
+    consumer = place.consumer(max_deliveries=None)
     messages = consumer.get_many(timeout=0)
     assert [message.sequence for message in messages] == list(range(20))
     assert [message.deliveries for message in messages[:3]] == [10, 10, 0]

@@ -486,7 +486,7 @@ def test_the_event_loop_goes_on_while_a_large_array_is_put(place: Place, runner:
 @pytest.mark.parametrize("who", ["get", "get get", "put", "flush", "put put flush", "get put", "get put flush"])
 def test_waiting_uses_hardly_any_processor_time(place: Place, runner: Run, who: str) -> None:
     async def main() -> None:
-        producer, consumer = place.async_producer(), place.async_consumer()
+        producer, consumer = place.async_producer(spill_limit=0), place.async_consumer()
         await fill(producer)
         held = await consumer.get_many(10_000, timeout=0)
         waits = {

@@ -50,7 +50,7 @@ def test_what_different_processes_write_lies_in_different_cache_line_pairs() -> 
         layout.FOLDS,
         layout.DOORBELLS,
     ]
-    counted_by_consumer = [layout.TAKEN_COUNT, layout.REDELIVERED_COUNT, layout.EXPIRED_COUNT, layout.SET_ASIDE_COUNT]
+    counted_by_consumer = [layout.REDELIVERED_COUNT, layout.EXPIRED_COUNT, layout.SET_ASIDE_COUNT]
     pairs = [
         {word * 8 // 128 for word in group} for group in (producer, consumer, counted_by_producer, counted_by_consumer)
     ]
@@ -72,7 +72,7 @@ def test_no_two_words_of_a_segment_header_share_a_place() -> None:
         *range(layout.HEAD, layout.WANTED + 1),
         *range(layout.EPOCH, layout.ASLEEP + 1),
         *range(layout.SPILLS, layout.DOORBELLS + 1),
-        *range(layout.TAKEN_COUNT, layout.SET_ASIDE_COUNT + 1),
+        *range(layout.REDELIVERED_COUNT, layout.SET_ASIDE_COUNT + 1),
     ]
     assert len(words) == len(set(words))
     assert max(words) < layout.HEADER_BYTES // 8

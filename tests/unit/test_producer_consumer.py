@@ -1518,7 +1518,7 @@ def test_random_frames_do_not_trouble_a_producer_that_waits(place: Place, caplog
 
 
 def test_those_who_wait_use_hardly_any_processor_time(place: Place) -> None:
-    full, consumer = place.producer(), place.consumer()
+    full, consumer = place.producer(spill_limit=0), place.consumer()
     fill(full)
     held = consumer.get_many(10_000, timeout=0)
     for wait in (
@@ -1535,7 +1535,7 @@ def test_those_who_wait_use_hardly_any_processor_time(place: Place) -> None:
 
 
 def test_those_who_wait_for_each_other_use_hardly_any_processor_time(place: Place) -> None:
-    producer, consumer = place.producer(), place.consumer()
+    producer, consumer = place.producer(spill_limit=0), place.consumer()
     fill(producer)
     held = consumer.get_many(10_000, timeout=0)
     with ThreadPoolExecutor(2) as pool:

@@ -14,7 +14,7 @@ from fmq import CorruptRecordError, DecodeError, Message, ProtocolError, wire
 from fmq.encoding import BLOB_LAST, MSGPACK, RAW
 from fmq.encoding import decode as decode_payload
 from fmq.protocol import ConsumerProtocol, ProducerProtocol
-from shmq import RingReader, RingWriter, Segment, SegmentMissingError
+from shmq import Record, RingReader, RingWriter, Segment, SegmentMissingError
 from shmq.errors import ForeignSegmentError
 from shmq.layout import DESCRIPTOR_WORD, HEADER_BYTES
 from shmq.segment import unlink
@@ -29,6 +29,7 @@ class World:
         self.foreign: set[str] = set()
         self.removed: list[str] = []
         self.reports: list[str] = []
+        self.aside: list[tuple[str, Record]] = []
         self.released = 0
         self._epoch = 0
         self.consumers: list[ConsumerProtocol] = []
@@ -40,7 +41,15 @@ class World:
 
     def consumer(self) -> ConsumerProtocol:
         self._epoch += 1
-        consumer = ConsumerProtocol(self, self._epoch, self.decode, self._count, lambda e: self.reports.append(str(e)))
+        consumer = ConsumerProtocol(
+            self,
+            self._epoch,
+            self.decode,
+            self._count,
+            lambda error: self.reports.append(str(error)),
+            lambda source, record: self.aside.append((source.producer, record)),
+            lambda: 64,
+        )
         self.consumers.append(consumer)
         return consumer
 
@@ -191,7 +200,7 @@ def test_a_producer_says_hello_again_to_a_consumer_that_is_new(world: World) -> 
         consumer.discover()
         assert decoded(producer.frames()) == [wire.Hello(wire.VERSION, ring_of(producer))]
         assert producer.frames() == []
-        consumer.close()
+        consumer.close(hand_back=False)
 
 
 # -- frames that nobody should send -----------------------------------------------------------------------------------
@@ -581,7 +590,7 @@ def test_what_was_taken_and_not_released_comes_again_to_the_next_consumer(world:
     sent = [post(producer, b"%d" % index) for index in range(5)]
     kept = [take(first) for _ in range(4)]
     kept[1].release()
-    first.close()
+    first.close(hand_back=False)
     second = world.consumer()
     second.discover()
     again = [take(second) for _ in range(4)]
@@ -599,7 +608,7 @@ def test_each_delivery_in_vain_is_counted(world: World) -> None:
         consumer.discover()
         message = take(consumer)
         assert message.deliveries == life
-        consumer.close()
+        consumer.close(hand_back=False)
 
 
 def test_the_rings_of_views_that_are_alive_are_named(world: World) -> None:

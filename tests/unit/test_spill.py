@@ -339,7 +339,7 @@ def test_a_view_of_a_spill_outlives_the_segments_name(make_ring: MakeRing) -> No
 def sparse_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments whose pages are allocated when they are touched: huge ones cost nothing then, in time or memory."""
 
-    def map_unpopulated(fd: int, size: int) -> mmap.mmap:
+    def map_unpopulated(name: str, fd: int, size: int) -> mmap.mmap:
         return mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
 
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, length: os.ftruncate(fd, offset + length))
