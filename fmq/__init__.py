@@ -16,6 +16,7 @@ from fmq.errors import (
     QueueNameError,
     QueueTimeoutError,
 )
+from fmq.lifetime import exit_on_signals
 from fmq.message import Message, SetAside
 from fmq.producer import AsyncProducer, Producer
 from shmq.errors import CorruptRecordError, SegmentError, SegmentSpaceError, ShmqError, TooLargeError, ViewsHeldError
@@ -46,4 +47,5 @@ __all__ = [
     "ShmqError",
     "TooLargeError",
     "ViewsHeldError",
+    "exit_on_signals",
 ]

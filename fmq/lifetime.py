@@ -1,11 +1,13 @@
-"""What becomes of a producer or consumer that nobody closed: at the end of the process, or when it is collected."""
+"""What becomes of producers and consumers at the end: of the process, by a signal or in order, or of themselves."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import signal
 import warnings
 import weakref
+from types import FrameType
 from typing import Protocol
 
 from shmq import ShmqError
@@ -26,6 +28,22 @@ class Closable(Protocol):
 
 
 _open: weakref.WeakSet[Closable] | None = None
+
+
+def exit_on_signals(*numbers: int) -> None:
+    """Let these signals (by default SIGTERM) end the process in order: they raise SystemExit in the main thread.
+
+    Then ``with`` blocks are left, producers drain or hand over, and what is open is given up, as it is for SIGINT,
+    which raises KeyboardInterrupt. The exit code is 128 and the signal's number; the same signal once more ends the
+    process at once. To be called in the main thread, and after Paddle was imported, which sets handlers of its own.
+    """
+
+    def leave(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    for number in numbers or (signal.SIGTERM,):
+        signal.signal(number, leave)
 
 
 def close_at_exit(thing: Closable) -> None:

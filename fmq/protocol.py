@@ -51,6 +51,7 @@ from shmq import (
     fence,
 )
 from shmq.layout import DONE, SET_ASIDE, TAKEN
+from shmq.reader import ALL
 
 _WATCHED = 64
 """How many records of each ring, from the tail on, are looked at for messages that are held for long."""
@@ -311,9 +312,21 @@ class ConsumerProtocol:
             reader.tidy()
             if not source.orphan:
                 source.orphan = reader.segment.adopt()
-            if source.orphan and not reader.has_more() and reader.pending() == 0:
-                self._rings.remove(reader.name)
-                self._forget(source)
+            if not reader.has_more():
+                self._remove_if_drained(source)
+
+    def _remove_if_drained(self, source: Source) -> None:
+        if not source.orphan:
+            return
+        try:
+            if source.reader.pending():
+                return
+        except CorruptRecordError as error:
+            self._report(error)
+            self._leave_out(source, error)
+            return
+        self._rings.remove(source.reader.name)
+        self._forget(source)
 
     def _leave_out(self, source: Source, error: Exception) -> None:
         """Read a damaged ring no further; its file stays for whoever wants to look at it."""
@@ -344,7 +357,7 @@ class ConsumerProtocol:
         for source in self._order:
             watched = source.watched
             source.watched = {}
-            for record in source.reader.records(_WATCHED):
+            for record in _records(source, _WATCHED):
                 if record.state in (TAKEN, DONE):
                     since = watched.get(record.position, now)
                     if now - since >= seconds:
@@ -355,12 +368,7 @@ class ConsumerProtocol:
 
     def set_aside(self) -> list[tuple[Source, Record]]:
         """What is set aside in any ring."""
-        return [
-            (source, record)
-            for source in self._order
-            for record in source.reader.records()
-            if record.state == SET_ASIDE
-        ]
+        return [(source, record) for source in self._order for record in _records(source) if record.state == SET_ASIDE]
 
     def abandon(self) -> None:
         """Give nothing back any more: what is held is the next consumer's."""
@@ -374,10 +382,20 @@ class ConsumerProtocol:
         """
         self.tidy()
         for source in list(self._order):
+            self._remove_if_drained(source)
+        for source in list(self._order):
             source.reader.close(hand_back=hand_back)
             self._turn = 0
             self._order.remove(source)
             del self._sources[source.reader.name]
+
+
+def _records(source: Source, most: int = ALL) -> list[Record]:
+    """The first messages of a ring, as far as it can be read: damage is for ``take`` to find."""
+    try:
+        return source.reader.records(most)
+    except CorruptRecordError:
+        return []
 
 
 def _check_version(version: int) -> None:

@@ -76,9 +76,11 @@ _MESSAGE = descriptor(MESSAGE, COMMITTED, 0)
 _PAYLOAD = descriptor(PAYLOAD, COMMITTED, 0)
 _KIND_AND_STATE = 0x3FF
 _MAX_LOOKS = 10_000
-_ALL = 1 << 62
 _WORD = (1 << 64) - 1
 
+
+ALL = 1 << 62
+"""As a number of records: however many there are."""
 
 Taken: TypeAlias = "tuple[int, int, int, int, bytes, int, int]"
 """A message that was just handed out: (offset, sequence, encoding, number of buffers, blob, timestamp, how often it was
@@ -206,11 +208,13 @@ class RingReader:
                     position,
                     f"a body of {body} bytes and {buffers} buffers in a message of {length} at offset {offset}",
                 )
+            start = at + RECORD_BYTES
+            taken = offset, sequence, extra & 0xFF, buffers, memory[start : start + body], timestamp, deliveries
             memory[at + RELEASE_BYTE] = TAKEN
-            # Only now: an exception between two of these lines (Ctrl-C raises one) must not make us pass over it.
-            self._offset, self._position = end, position + length
-            at += RECORD_BYTES
-            return offset, sequence, extra & 0xFF, buffers, memory[at : at + body], timestamp, deliveries
+            # Last of all: an exception between any two calls (Ctrl-C raises one) must not make us pass over it.
+            self._offset = end
+            self._position = position + length
+            return taken
 
     def put_back(self, offset: int, deliveries: int) -> None:
         """Undo the last ``take``, which gave ``offset`` and ``deliveries``: the next one gives the same message."""
@@ -313,7 +317,16 @@ class RingReader:
         state = (words[TAIL], words[FOLDS], position)
         if state == self._looked_at:
             raise self._corrupt(position, f"no record of that position at offset {self._offset}")
+        try:
+            self._walk_to(position)
+        except BaseException:
+            # Ctrl-C included: never go on from somewhere before, which would hand out messages twice.
+            self._position = position
+            raise
         self._looked_at = state
+
+    def _walk_to(self, position: int) -> None:
+        words = self._words
         # What was reclaimed may have reached beyond the head that was seen last.
         self._head = words[HEAD]
         at, offset = self._find_tail()
@@ -488,7 +501,7 @@ class RingReader:
         """How many messages are still to be delivered or acknowledged. Walks the ring, as ``pending``."""
         return sum(record.state < DONE for record in self.records())
 
-    def records(self, most: int = _ALL) -> list[Record]:
+    def records(self, most: int = ALL) -> list[Record]:
         """The messages from the tail on, whatever their state; only those of the first ``most`` records of the chain.
 
         Those that are free may be written over at any time, the others stay where they are.

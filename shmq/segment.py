@@ -107,7 +107,7 @@ class Segment:
             # Before anything is mapped: to map a file is to allocate its pages.
             size = _check_identity(name, lock.fd, magic)
             # Through a description of its own: a mapping keeps one, and in a forked child that would keep the lock.
-            with _Descriptor(os.open(f"/proc/self/fd/{lock.fd}", os.O_RDWR | os.O_CLOEXEC)) as again:
+            with _Descriptor(_open_again(name, lock.fd)) as again:
                 memory = _map(name, again.fd, size)
             return cls(name, memory, size, lock.detach())
 
@@ -248,6 +248,13 @@ def _open(name: str) -> int:
     except posix_ipc.ExistentialError:
         raise SegmentMissingError(f"there is no segment {name} in {DIRECTORY}; its owner has removed it") from None
     except _SYSTEM_ERRORS as error:
+        raise SegmentError(f"segment {name} can't be opened: {error}") from error
+
+
+def _open_again(name: str, fd: int) -> int:
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
         raise SegmentError(f"segment {name} can't be opened: {error}") from error
 
 
