@@ -314,7 +314,7 @@ def consume(name: str, size: int, keep: float, epoch: int, report: int) -> None:
     while True:
         taken = next_message(reader)
         check_one(reader, taken, size // 16)
-        is_kept = kept < 6 and chance.random() < keep
+        is_kept = kept < 3 and chance.random() < keep
         if is_kept:
             kept += 1
         else:

@@ -150,13 +150,13 @@ class WithBuffers(Reserve):
 class WhenFull(Action):
     """Every third message is held, the oldest too, so that there is room after a fold only."""
 
-    blob = b"y" * 900
+    blob = b"y" * 3900
 
     def prepare(self, life: Life) -> None:
-        held = [taken[0] for taken in iter(life.reader.take, None)]
+        life.read_all()
         while life.writer.post(self.blob, 0, 0) is not None:
             life.sent.append(self.blob)
-        held += [taken[0] for taken in iter(life.reader.take, None)]
+        held = [taken[0] for taken in iter(life.reader.take, None)]
         self.rest = held[::3]
         for offset in set(held) - set(self.rest):
             life.reader.free(offset)
@@ -171,7 +171,7 @@ def test_a_writer_that_is_interrupted_anywhere_goes_on(make_ring: MakeRing, acti
     life = Life(make_ring)
     step = 0
     interrupted = True
-    while interrupted and step < 400:
+    while interrupted and step < 2000:
         step += 1
         life.begin()
         action.prepare(life)
