@@ -19,6 +19,10 @@ idle
 memory
     The resident memory of both sides after each hundredth of the messages. The growth counts from 20 % of them on;
     before, the ring's pages are touched for the first time, which counts as resident memory, too.
+deaths
+    Two producers and a consumer under load, killed at random and replaced; what the journals of ``bench.deaths`` say
+    was lost, doubled, out of order, damaged or left over. And the time from before the start of a new process, which
+    has everything to import, until it has been handed the message that a killed consumer held.
 """
 
 from __future__ import annotations
@@ -26,10 +30,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+from bench.deaths import first_redelivery_ms, storm
 from bench.loads import Arrays, Blobs, MakeLoad, Requests
 from bench.measure import Course, Lap, Place, Side, Spread, Team, new_place, quiet, ratios, take_turns
 from bench.ours import (
@@ -62,6 +67,7 @@ GB = 1e9
 LARGE_RING = 256 * MIB
 SMALL_RING = 64 * MIB
 MEMORY_RING = 4 * MIB
+RESTARTS = 20
 SLICES = 100
 SETTLED = 20
 """Slices after which memory has to be flat."""
@@ -80,13 +86,14 @@ class Plan:
     loan: int = 64 * MIB
     idle_seconds: float = 5.0
     messages: int = 10_000_000
+    kills: int = 1000
     deadline: float = 60.0
     patience: float = 2.5
 
     @classmethod
     def quick(cls) -> Plan:
         """A look in a minute; wide spreads."""
-        return cls(rounds=3, seconds=0.2, messages=300_000, patience=1.0)
+        return cls(rounds=3, seconds=0.2, messages=300_000, kills=100, patience=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +317,22 @@ def memory(plan: Plan) -> Result:
     return result
 
 
+def deaths(plan: Plan) -> Result:
+    """What is lost when processes are killed, and how soon it goes on."""
+    with new_place() as place:
+        books, killed = storm(place, plan.kills)
+    with new_place() as place:
+        restarts = first_redelivery_ms(place, RESTARTS)
+    result = Result(data={"books": asdict(books), "killed": dict(killed), "restarts_ms": restarts})
+    counts = asdict(books)
+    for name in ("put", "delivered", "redelivered"):
+        result.figures.append(Figure(f"{name}, {plan.kills:,} kills", Spread.of([counts.pop(name)]), "messages"))
+    for name, count in counts.items():
+        result.figures.append(Figure(name.replace("_", " "), Spread.of([count]), at_most=0))
+    result.figures.append(Figure("restart to first redelivered message", Spread.of(restarts), "ms", at_most=200))
+    return result
+
+
 def _resident(pid: int) -> dict[str, int]:
     """Resident memory of a process in KiB: all of it, and its parts."""
     found = {}
@@ -335,4 +358,5 @@ SUITES: dict[str, Callable[[Plan], Result]] = {
     "small": small,
     "idle": idle,
     "memory": memory,
+    "deaths": deaths,
 }

@@ -3,9 +3,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import struct
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +17,7 @@ from rich.console import Console
 
 from bench import __main__ as command
 from bench import ours, peers, report
+from bench.deaths import read_books, storm
 from bench.loads import Arrays, Blobs, Load, Requests, WrongContentError
 from bench.measure import Lap, RunFailedError, Spread, Team, new_place, quiet, ratios, take_turns
 from bench.suites import KIB, MIB, SUITES, Figure, Plan, Result, measure
@@ -209,6 +212,51 @@ def test_the_limit_is_a_copy_of_the_same_source(room: int) -> None:
     copier = peers.Copier(ARRAYS, room)
     assert copier.run(0, 7) == []
     copier.close()
+
+
+# -- deaths -----------------------------------------------------------------------------------------------------------
+
+HANDED, DAMAGED, RELEASED = 1, 2, 3
+Entry = tuple[int, int, int, int]
+
+
+@pytest.mark.parametrize(
+    ("lives", "wrong"),
+    [
+        ([[(HANDED, 1, 0, 0), (RELEASED, 1, 0, 0), (HANDED, 1, 1, 0)], [(HANDED, 1, 1, 1), (HANDED, 1, 2, 0)]], ""),
+        ([[(HANDED, 1, 0, 0), (HANDED, 1, 2, 0)]], "lost"),
+        ([[(HANDED, 1, 0, 0), (HANDED, 1, 2, 0), (HANDED, 1, 1, 0)]], "out_of_order"),
+        ([[(HANDED, 1, 0, 0), (HANDED, 1, 1, 0), (HANDED, 1, 1, 1), (HANDED, 1, 2, 0)]], "out_of_order"),
+        (
+            [[(HANDED, 1, 0, 0), (HANDED, 1, 1, 0), (HANDED, 1, 2, 0), (RELEASED, 1, 2, 0)], [(HANDED, 1, 2, 1)]],
+            "again_after_release",
+        ),
+        ([[(HANDED, 1, 0, 0), (HANDED, 1, 1, 0), (DAMAGED, 1, 2, 0)]], "damaged"),
+        ([[(HANDED, 1, 0, 1), (HANDED, 1, 1, 1), (HANDED, 1, 2, 1)], [(HANDED, 1, 2, 0)]], "unmarked"),
+    ],
+)
+def test_the_books_find_what_is_wrong(lives: list[list[Entry]], wrong: str) -> None:
+    with new_place() as place:
+        Path(place.directory, "journal.producer.1").write_bytes((3).to_bytes(8, "little"))
+        for number, entries in enumerate(lives, 1):
+            data = b"".join(struct.pack("@4Q", *entry) for entry in entries)
+            # The last entry of a killed process may be half written.
+            Path(place.directory, f"journal.consumer.{number}").write_bytes(data + b"half")
+        books = asdict(read_books(place))
+    assert books.pop("put") == 3
+    assert books.pop("delivered") >= 2
+    del books["redelivered"]
+    assert books[wrong] == 1 if wrong else not any(books.values())
+
+
+def test_a_short_storm_loses_nothing() -> None:
+    with new_place() as place:
+        books, killed = storm(place, 25)
+    assert killed["produce"] + killed["consume"] == 25
+    assert books.put > 100
+    assert books.delivered >= books.put
+    assert [books.lost, books.out_of_order, books.again_after_release, books.unmarked, books.damaged] == [0] * 5
+    assert books.left_over == 0
 
 
 # -- the whole --------------------------------------------------------------------------------------------------------
