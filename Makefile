@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench simulate fuzz clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -19,6 +19,10 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench
+
+# For as long as you like: make fuzz SECONDS=3600
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),120)
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

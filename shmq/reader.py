@@ -511,6 +511,7 @@ class RingReader:
         try:
             for _ in range(_MAX_LOOKS):
                 found: list[Record] = []
+                state = (words[TAIL], words[FOLDS])
                 self._head = words[HEAD]
                 self._position, self._offset = self._find_tail()
                 left = most
@@ -531,7 +532,9 @@ class RingReader:
                         break
                 else:
                     return found
-                # Reclaimed while it was looked at: begin anew.
+                if state == (words[TAIL], words[FOLDS]):
+                    # Not reclaimed while it was looked at; then it would be right to begin anew.
+                    break
             raise self._corrupt(self._position, f"no record of that position at offset {self._offset}")
         finally:
             self._position, self._offset, self._head = keep

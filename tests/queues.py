@@ -72,8 +72,8 @@ _left: list[Any] = []
 class Place:
     """A queue of its own: a name, a namespace and a runtime directory that nobody else has. Can be pickled."""
 
-    def __init__(self) -> None:
-        self.directory = tempfile.mkdtemp(prefix="fmq", dir="/tmp")
+    def __init__(self, parent: str = "/tmp") -> None:
+        self.directory = tempfile.mkdtemp(prefix="fmq", dir=parent)
         self.runtime = os.path.join(self.directory, "run")
         self.queue = f"q{os.urandom(4).hex()}"
         self.namespace = f"n{os.urandom(4).hex()}"
