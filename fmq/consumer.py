@@ -132,14 +132,11 @@ class ConsumerBase:
     # -- at once ------------------------------------------------------------------------------------------------------
 
     def _take(self) -> Message | None:
-        lock = self._lock
-        lock.acquire()
-        try:
-            return self._take_one()
-        finally:
-            lock.release()
-            if self._news:
-                self._tell()
+        with self._lock:
+            message = self._take_one()
+        if self._news:
+            self._tell()
+        return message
 
     def _note_set_aside(self, source: Source, record: Record) -> None:
         self._news.append(SetAside(source, record, self._lock))
@@ -407,12 +404,8 @@ class Consumer(ConsumerBase):
         if timeout is not None and (type(timeout) not in _NUMBERS or not timeout >= 0):
             deadline_of(timeout)
         # As in _take, whose call would cost 0.1 us.
-        lock = self._lock
-        lock.acquire()
-        try:
+        with self._lock:
             message = self._take_one()
-        finally:
-            lock.release()
         if self._news:
             self._tell()
         if message is not None:

@@ -140,12 +140,9 @@ class ProducerBase:
 
     def _post_small(self, encoding: int, blob: bytes, ttl: float | None) -> int | None:
         """Post a message that is all blob. None if there is no room."""
-        lock = self._lock
-        lock.acquire()
-        try:
+        # Not acquire and release, 0.08 us less: after Ctrl-C between that and its `try` nobody would ever get the lock.
+        with self._lock:
             sequence = self._post(blob, encoding, time.time_ns(), 0 if ttl is None else _expires(ttl))
-        finally:
-            lock.release()
         if not LOCK_IS_FENCE:
             fence.full()
         if self._is_asleep():
@@ -386,12 +383,8 @@ class Producer(ProducerBase):
         encoding, blob, buffers = (RAW, obj, _NO_BUFFERS) if type(obj) is bytes else self._encode(obj)
         if not buffers and len(blob) <= self._inline:
             # As in _post_small, whose call would cost 0.1 us.
-            lock = self._lock
-            lock.acquire()
-            try:
+            with self._lock:
                 sequence = self._post(blob, encoding, time.time_ns(), 0 if ttl is None else _expires(ttl))
-            finally:
-                lock.release()
             if not LOCK_IS_FENCE:
                 fence.full()
             if self._is_asleep():

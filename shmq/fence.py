@@ -56,8 +56,8 @@ def _full_by_lock() -> Callable[[], None]:
             lock = local.lock
         except AttributeError:
             lock = local.lock = threading.Lock()
-        lock.acquire()
-        lock.release()
+        with lock:
+            pass
 
     return full
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import linecache
+import random
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, ModuleType
@@ -12,9 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fmq import QueueEmptyError
 from shmq import Payload, RingReader, reader, writer
 from shmq.layout import FREE
 from tests.conftest import Ring
+from tests.queues import Place, drain, is_empty, place_fixture
+
+__all__ = ["place_fixture"]
 
 MakeRing = Callable[..., Ring]
 REPAIRS = {"_repair", "_trace", "_gap_end", "let_go"}
@@ -261,3 +269,47 @@ def test_a_release_byte_that_can_t_be_is_a_message_to_deliver_again(make_ring: M
     for each in taken:
         first.free(each[0])
     assert {record.state for record in RingReader(first.segment, epoch=2, peek=True).records()} == {FREE}
+
+
+def test_a_process_that_is_interrupted_thousands_of_times_goes_on(place: Place) -> None:
+    """Real signals, at any moment of put, get and release: nothing hangs, is lost, doubled or out of order."""
+    producer, consumer = place.producer(), place.consumer()
+    main = threading.get_ident()
+    over = threading.Event()
+    chance = random.Random(1)
+
+    def interrupt_again_and_again() -> None:
+        while not over.wait(chance.uniform(0.0002, 0.003)):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt_again_and_again)
+    thread.start()
+    array = np.arange(500)
+    interrupted = 0
+    newest = -1
+    message = None
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        try:
+            producer.put({"a": array}, timeout=5)
+            producer.put(b"x" * 100, timeout=5)
+            while True:
+                message = consumer.get(timeout=0)
+                assert message.sequence > newest
+                newest = message.sequence
+                message.release()
+                message = None
+        except QueueEmptyError:
+            pass
+        except KeyboardInterrupt:
+            interrupted += 1
+    try:
+        over.set()
+        thread.join()
+    except KeyboardInterrupt:
+        thread.join()
+    message = None
+    drain(consumer)
+    assert interrupted > 200
+    producer.flush(timeout=5)
+    assert is_empty(producer)
