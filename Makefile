@@ -20,6 +20,10 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python -m bench
 
+# All mutations, then schedules until the time is over: make simulate SECONDS=3600
+simulate: $(READY)
+	$(BIN)/python -m tests.simulation --mutations --workers 2 --seconds $(or $(SECONDS),540)
+
 # For as long as you like: make fuzz SECONDS=3600
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),120)

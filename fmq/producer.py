@@ -161,22 +161,30 @@ class ProducerBase:
             if self._refusal is None:
                 self._send_frames()
 
-    def _send_frames(self) -> None:
-        for frame in self._protocol.frames():
+    def _send_frames(self) -> bool:
+        """Send what is due. False if that was nothing."""
+        if not LOCK_IS_FENCE:
+            fence.full()
+        frames = self._protocol.frames()
+        for frame in frames:
             self._bell.send(frame)
+        return bool(frames)
 
     def _check(self) -> None:
         if self._refusal is not None:
             raise self._refusal
 
     def _pump(self) -> None:
-        """Take in what the consumer sent."""
-        while self._bell.readable() and (data := self._bell.receive()) is not None:
-            try:
-                self._protocol.receive(data)
-            except ProtocolError as error:
-                logger.warning("queue %s: a frame was passed over: %s", self.queue, error)
-        self._send_frames()
+        """Take in what the consumer sent, and send what is due."""
+        while True:
+            while self._bell.readable() and (data := self._bell.receive()) is not None:
+                try:
+                    self._protocol.receive(data)
+                except ProtocolError as error:
+                    logger.warning("queue %s: a frame was passed over: %s", self.queue, error)
+            if not self._send_frames():
+                return
+            # Sending may have used up the edge that we are about to wait for: look once more.
 
     # -- in steps -----------------------------------------------------------------------------------------------------
 

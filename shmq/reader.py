@@ -282,6 +282,8 @@ class RingReader:
             target = offset + length
         else:
             raise self._corrupt(position, f"a record of unknown kind {kind} at offset {offset}")
+        if not TOTAL_STORE_ORDER:
+            fence.observe()
         if self._words[(HEADER_BYTES + offset) >> 3] != position:
             # Reclaimed, and perhaps written over, before the target was read.
             return
@@ -314,6 +316,7 @@ class RingReader:
         """Set the cursor on the first record that is not before ``position``, from the tail."""
         words = self._words
         # Only a reclaim explains that a header is gone, and it moves the tail or counts a fold before that.
+        fence.observe()
         state = (words[TAIL], words[FOLDS], position)
         if state == self._looked_at:
             raise self._corrupt(position, f"no record of that position at offset {self._offset}")
@@ -334,6 +337,8 @@ class RingReader:
         self._position, self._offset = at, offset
         while at < position:
             word = words[((HEADER_BYTES + offset) >> 3) + 1]
+            if not TOTAL_STORE_ORDER:
+                fence.observe()
             if words[(HEADER_BYTES + offset) >> 3] != at:
                 # Reclaimed meanwhile. Begin anew; the position sought is not behind the tail for long.
                 self._position = position
@@ -522,6 +527,8 @@ class RingReader:
                     _, word, sequence, _, timestamp, _, _, deliveries, release = NEW_RECORD.unpack_from(
                         self._memory, start
                     )
+                    if not TOTAL_STORE_ORDER:
+                        fence.observe()
                     if words[start >> 3] != position:
                         break
                     if word & _KIND_AND_STATE == _MESSAGE:
@@ -532,6 +539,7 @@ class RingReader:
                         break
                 else:
                     return found
+                fence.observe()
                 if state == (words[TAIL], words[FOLDS]):
                     # Not reclaimed while it was looked at; then it would be right to begin anew.
                     break

@@ -653,6 +653,8 @@ class RingWriter:
 
     def _invalidate(self, entries: Sequence[_Entry]) -> None:
         words = self._words
+        # After the tail was moved or the fold counted: who sees a header gone has to see why.
+        fence.publish()
         for entry in entries:
             words[(HEADER_BYTES + entry[0]) // 8] = INVALID_POSITION
         fence.publish()
