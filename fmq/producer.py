@@ -318,12 +318,19 @@ class ProducerBase:
         )
 
     def _not_flushed(self) -> Exception:
+        if not consumer_is_alive(self._path):
+            return self._no_consumer()
+        return QueueTimeoutError(self._unfinished() + "the time is over; the consumer is slow, or holds them")
+
+    def _no_consumer(self) -> Exception:
+        return PeerUnavailableError(
+            self._unfinished() + "no consumer is alive; start one (what was put is kept for it)"
+        )
+
+    def _unfinished(self) -> str:
         with self._lock:
             unfinished = 0 if self._refusal else self._writer.unfinished()
-        what = f"queue {self.queue} in {self._path.namespace}: {unfinished} messages are not yet done, and "
-        if not consumer_is_alive(self._path):
-            return PeerUnavailableError(what + "no consumer is alive; start one (what was put is kept for it)")
-        return QueueTimeoutError(what + "the time is over; the consumer is slow, or holds them")
+        return f"queue {self.queue} in {self._path.namespace}: {unfinished} messages are not yet done, and "
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -430,9 +437,8 @@ class Producer(ProducerBase):
 
     def flush(self, *, timeout: float | None = TIMEOUT) -> None:
         """Wait until every message is done. Raises QueueTimeoutError, PeerUnavailableError if no consumer is alive."""
-        deadline = deadline_of(timeout)
-        if not run(self._drained(), self._descriptors, deadline, _RECHECK, self._not_flushed):
-            raise self._not_flushed()
+        if not run(self._drained(), self._descriptors, deadline_of(timeout), _RECHECK, self._not_flushed):
+            raise self._no_consumer()
 
     def close(self, *, timeout: float | None = CLOSE_TIMEOUT) -> None:
         """Wait up to ``timeout`` seconds until every message is done, and remove the ring. Idempotent.
@@ -497,7 +503,7 @@ class AsyncProducer(ProducerBase):
     async def flush(self, *, timeout: float | None = TIMEOUT) -> None:
         """As Producer.flush."""
         if not await self._drive(self._drained(), timeout, self._not_flushed):
-            raise self._not_flushed()
+            raise self._no_consumer()
 
     async def close(self, *, timeout: float | None = CLOSE_TIMEOUT) -> None:
         """As Producer.close."""

@@ -84,7 +84,7 @@ full: Callable[[], None] = _full_by_lock() if TOTAL_STORE_ORDER else _full_by_li
 """Order every load and store before the call before every one after it, seen from all processors."""
 
 publish: Callable[[], None] = _nothing if TOTAL_STORE_ORDER else full
-"""Call between the stores of a record's bytes and the store that announces it."""
+"""Call between the stores of a record and the store that announces it, or its loads and the store that frees it."""
 
 observe: Callable[[], None] = _nothing if TOTAL_STORE_ORDER else full
 """Call between the load that announces a record and the loads of its bytes."""

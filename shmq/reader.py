@@ -435,6 +435,8 @@ class RingReader:
         """Give back a message that has no lease: done, and its space free. One store; *any thread*."""
         if self._closed:
             return
+        if not TOTAL_STORE_ORDER:
+            fence.publish()
         try:
             self._memory[HEADER_BYTES + offset + RELEASE_BYTE] = FREE
         except ValueError:
@@ -467,6 +469,7 @@ class RingReader:
             return
         if lease.views:
             if lease.finished:
+                fence.publish()
                 self._memory[HEADER_BYTES + lease.offset + RELEASE_BYTE] = DONE
                 self._has_freed = True
         elif lease.finished or lease.gone:

@@ -421,6 +421,18 @@ def test_put_on_a_full_ring_raises_that_nobody_is_there_if_no_consumer_lives(pla
     assert drain(place.consumer()) == list(range(count))
 
 
+def test_a_flush_that_found_no_consumer_says_so_even_if_one_comes_meanwhile(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = place.producer()
+    producer.put(1)
+    answers = iter((False, True))
+    monkeypatch.setattr("fmq.producer.consumer_is_alive", lambda path: next(answers))
+    with pytest.raises(PeerUnavailableError, match="1 messages are not yet done, and no consumer is alive"):
+        producer.flush(timeout=None)
+    monkeypatch.undo()
+
+
 def test_the_errors_of_time_are_timeout_errors_of_this_package() -> None:
     for kind in (QueueEmptyError, QueueFullError, PeerUnavailableError):
         assert issubclass(kind, QueueTimeoutError)
