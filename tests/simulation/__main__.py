@@ -1,0 +1,131 @@
+"""Run schedules, and prove that deliberate faults are caught: ``python -m tests.simulation --help``."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.simulation import schedule
+from tests.simulation.mutations import MUTATIONS
+from tests.simulation.patches import simulated
+from tests.simulation.work import Report, prove, run_chunk
+
+_CHUNK = 250
+_SECONDS = 540.0
+_COLUMNS = {
+    "schedules": "schedules",
+    "weak": "of them in the weak memory model",
+    "steps": "steps",
+    "messages": "messages delivered",
+    "redelivered": "of them again, after a death",
+    "kills": "processes killed",
+    "lost": "frames dropped",
+    "turns": "turns of a ring",
+    "folds": "folds of a ring",
+    "spills": "payloads spilled",
+}
+
+
+def main() -> int:
+    """The exit status: 1 if a schedule failed or a mutation was not caught."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--schedules", type=int, help="how many to run (default: as many as the time allows)")
+    parser.add_argument("--seconds", type=float, default=_SECONDS, help="for how long, mutations included")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--replay", action="store_true", help="run that seed alone, and show its last steps")
+    parser.add_argument("--focus", choices=sorted(schedule.FOCUSES), help="with --replay: not the focus of the seed")
+    parser.add_argument("--mutation", choices=[mutation.name for mutation in MUTATIONS], help="with --replay: mutated")
+    parser.add_argument(
+        "--mutations", action="store_true", help="prove first that every mutation is caught, in up to 20,000 schedules"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="processes to run in")
+    arguments = parser.parse_args()
+    console = Console()
+    if arguments.replay:
+        return _replay(arguments, console)
+    deadline = time.monotonic() + arguments.seconds
+    reports = []
+    context = multiprocessing.get_context("spawn")
+    begun = time.monotonic()
+    with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
+        running: set[Future[Report]] = set()
+        jobs = _jobs(arguments, deadline)
+        for name, *args in jobs:
+            running.add(pool.submit(prove if name == "prove" else run_chunk, *args))
+            if len(running) > arguments.workers:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                reports += [future.result() for future in done]
+        reports += [future.result() for future in running]
+    return _show(reports, time.monotonic() - begun, console)
+
+
+def _jobs(arguments: argparse.Namespace, deadline: float) -> Iterator[tuple[str, int] | tuple[str, int, int]]:
+    if arguments.mutations:
+        for index in range(len(MUTATIONS)):
+            yield "prove", index
+    seed = arguments.seed
+    left = arguments.schedules if arguments.schedules is not None else sys.maxsize
+    while left > 0 and time.monotonic() < deadline:
+        count = min(left, _CHUNK)
+        yield "run", seed, count
+        seed += count
+        left -= count
+
+
+def _replay(arguments: argparse.Namespace, console: Console) -> int:
+    found = [mutation for mutation in MUTATIONS if mutation.name == arguments.mutation]
+    with simulated():
+        if found:
+            with found[0].applied():
+                text = _traced_or_fine(arguments.seed, arguments.focus)
+        else:
+            text = _traced_or_fine(arguments.seed, arguments.focus)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return int(text.startswith("seed"))
+
+
+def _traced_or_fine(seed: int, focus: str | None) -> str:
+    try:
+        return f"no promise was broken: {schedule.run(seed, focus=focus, traced=True)}"
+    except schedule.Failure as failure:
+        return str(failure)
+
+
+def _show(reports: list[Report], seconds: float, console: Console) -> int:
+    total = schedule.Outcome()
+    failures = []
+    for report in reports:
+        total.add(report.outcome)
+        failures += report.failures
+    table = Table(title=f"schedules, in {seconds:.0f} s", title_justify="left")
+    table.add_column("what was run")
+    table.add_column("how many", justify="right")
+    for name, what in _COLUMNS.items():
+        table.add_row(what, f"{getattr(total, name):,}")
+    table.add_row("failed", f"{len(failures):,}")
+    console.print(table)
+    escaped = 0
+    proofs = sorted((report for report in reports if report.mutation >= 0), key=lambda report: report.mutation)
+    if proofs:
+        table = Table(title=f"{len(proofs)} deliberate faults", title_justify="left")
+        table.add_column("fault", no_wrap=True, min_width=max(len(mutation.name) for mutation in MUTATIONS))
+        table.add_column("caught as", no_wrap=True, ratio=1)
+        table.add_column("schedules", justify="right")
+        for proof in proofs:
+            escaped += not proof.caught
+            table.add_row(MUTATIONS[proof.mutation].name, proof.caught or "NOT CAUGHT", f"{proof.tries:,}")
+        console.print(table)
+    for failure in failures:
+        console.print(failure, markup=False, highlight=False, soft_wrap=True)
+    return int(bool(failures or escaped))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
