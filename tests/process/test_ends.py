@@ -74,7 +74,8 @@ def program(place: Place, text: str) -> Iterator[subprocess.Popen[str]]:
     head = "import asyncio, sys, numpy as np, fmq\nfmq.exit_on_signals()\n"
     head += f"queue, options = {place.queue!r}, {place.where!r}\n"
     command = [sys.executable, "-W", "error", "-c", head + text]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             yield process
         finally:

@@ -50,10 +50,10 @@ def test_a_full_fence_on_x86_takes_and_drops_a_lock_of_its_own_thread(monkeypatc
             self.calls: list[str] = []
             made.append(self)
 
-        def acquire(self) -> None:
+        def __enter__(self) -> None:
             self.calls.append("acquire")
 
-        def release(self) -> None:
+        def __exit__(self, *exc: object) -> None:
             self.calls.append("release")
 
     monkeypatch.setattr(fence.threading, "Lock", CountingLock)

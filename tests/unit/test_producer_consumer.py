@@ -1342,10 +1342,10 @@ def test_a_put_is_over_though_another_thread_closes_in_the_middle_of_it(place: P
     class Closing:
         """The producer's lock, after whose first release another thread closes the producer."""
 
-        def acquire(self) -> bool:
+        def __enter__(self) -> bool:
             return lock.acquire()
 
-        def release(self) -> None:
+        def __exit__(self, *exc: object) -> None:
             lock.release()
             producer._lock = lock
             producer.close(timeout=0)
