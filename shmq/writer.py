@@ -619,6 +619,8 @@ class RingWriter:
             return False
         self._chain = chain
         self._extents = self._trace()
+        # Who sees the count has to see the jumps too.
+        fence.publish()
         words[FOLDS] += 1
         self._invalidate(gone)
         self._limit = self._gap_end()

@@ -220,7 +220,7 @@ MUTATIONS = (
     Mutation(
         "no fence before a jump's descriptor",
         "a fold stores the target and the descriptor of a jump without a fence between",
-        ((RingWriter, "_fold", "fence.publish()", "pass"),),
+        ((RingWriter, "_fold", "= target\n            fence.publish()", "= target"),),
         weak=True,
         focus="folds",
     ),
