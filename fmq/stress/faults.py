@@ -1,0 +1,107 @@
+"""Faults that the harness commits on purpose, to prove that it finds each and gives it its name."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fmq.stress.journal import DELIVERED
+from shmq.segment import Segment
+
+FAULTS = {
+    "flip": "content",
+    "drop": "lost",
+    "double": "twice",
+    "swap": "order",
+    "reuse": "views",
+    "segment": "segments",
+    "file": "files",
+    "descriptor": "descriptors",
+    "memory": "memory",
+}
+"""Each fault, and the check that has to find it."""
+
+_AT = 100
+"""The fault is committed with this message of the consumer (or, where that one is too small, one soon after)."""
+_HOLD_NS = 2_000_000
+_LEAK_BYTES = 32 * 1024 * 1024
+
+
+class Saboteur:
+    """Commits one fault, in one consumer."""
+
+    def __init__(self, fault: str, namespace: str, runtime: str) -> None:
+        self._fault = fault
+        self._namespace = namespace
+        self._runtime = runtime
+        self._count = 0
+        self._due = False
+        self._kept: list[Any] = []
+
+    def journal(self, add: Callable[..., None]) -> Callable[..., None]:
+        """Wrap the journal: it tells of a message that was dropped, doubled, or came out of order."""
+        late: list[tuple[Any, ...]] = []
+        dropped: set[tuple[int, int]] = set()
+
+        def commit(*entry: Any) -> None:
+            kind, producer, number = entry[0], entry[2], entry[4]
+            if kind == DELIVERED:
+                self._count += 1
+                self._due = self._due or self._count == _AT
+            if kind == DELIVERED and self._due and self._fault in ("drop", "double", "swap"):
+                self._due = False
+                if self._fault == "drop":
+                    dropped.add((producer, number))
+                elif self._fault == "double":
+                    add(*entry)
+                else:
+                    late.append(entry)
+                    return
+            if (producer, number) in dropped:
+                return
+            if late and not (kind == DELIVERED and producer == late[0][2]):
+                late.append(entry)
+                return
+            add(*entry)
+            while late:
+                add(*late.pop(0))
+
+        return commit
+
+    def before(self, body: Any, hold: int) -> int:
+        """Called with a message before it is checked; returns how long to hold it (ns)."""
+        if not self._due:
+            return hold
+        if self._fault == "flip":
+            _flip(body)
+        elif self._fault == "reuse":
+            return max(hold, _HOLD_NS)
+        elif self._fault == "segment":
+            Segment.create(f"shmq:{self._namespace}:q0:{'f' * 16}", 65536).close()
+        elif self._fault == "file":
+            os.close(os.open(os.path.join(self._runtime, self._namespace, "left.sock"), os.O_CREAT | os.O_WRONLY, 0o600))
+        elif self._fault == "descriptor":
+            os.open("/dev/null", os.O_RDONLY)
+        elif self._fault == "memory":
+            self._kept.append(bytearray(os.urandom(1024)) * (_LEAK_BYTES // 1024))
+        if self._fault != "memory" or len(self._kept) > 1:
+            self._due = False
+        return hold
+
+    def after(self, body: Any) -> None:
+        """Called with a message that is held from now on."""
+        if self._due and self._fault == "reuse":
+            self._due = False
+            _flip(body)
+
+
+def _flip(body: Any) -> None:
+    """Change one byte in the middle of a view, although the view is read-only."""
+    address = np.frombuffer(body, np.uint8).__array_interface__["data"][0] + body.nbytes // 2
+    byte = ctypes.c_uint8.from_address(address)
+    byte.value ^= 0x10
+
