@@ -1,0 +1,215 @@
+"""The report in words and numbers: lines for a pipe, tables for a terminal, and everything as JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from datetime import datetime, timezone
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fmq.stress.gauges import Histogram
+from fmq.stress.plan import bytes_text
+from fmq.stress.supervisor import Result
+from fmq.stress.verify import CHECKS, Account
+
+PERCENTILES = (50.0, 90.0, 99.0, 99.9, 99.99)
+COLUMNS = ("put", "in doubt", "delivered", "expired", "set aside", "lost", "redelivered", "GB")
+
+
+def show(console: Console, result: Result) -> None:
+    """Print the verdict, the books, the checks, and how to repeat a run that failed."""
+    console.print()
+    for line in headlines(result):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print()
+    if console.is_terminal:
+        _show_tables(console, result)
+    else:
+        _show_lines(console, result)
+    console.print()
+    for line in verdict(result):
+        console.print(Text(line, "" if result.good else "red"), soft_wrap=True)
+
+
+def headlines(result: Result) -> list[str]:
+    """What ran, how fast it was, and what befell it."""
+    plan, total = result.plan, result.total
+    seconds = max(result.seconds, 1e-9)
+    lines = [
+        f"{plan.preset}, seed {plan.seed}: {_count(plan.producers, 'producer')}, {_count(plan.consumers, 'consumer')}, "
+        f"payloads {plan.sizes}, rings of {bytes_text(plan.ring_size)}, {plan.transfer}, "
+        f"{'asyncio' if plan.asyncio else 'blocking'}, checksums {'on' if plan.checksums else 'off'}",
+        f"{total.delivered:,} messages and {total.nbytes / 1e9:,.2f} GB in {seconds:.1f} s: "
+        f"{total.nbytes / seconds / 1e9:.2f} GB/s, {total.delivered / seconds:,.0f} messages/s",
+        f"latency, put begun to message taken: {percentiles(result.latencies)}",
+    ]
+    if result.actions:
+        counts = ", ".join(f"{count} {action}" for action, count in sorted(result.actions.items()))
+        lines.append(f"chaos: {counts}")
+        lines.append(
+            f"lives: {_count(result.lives['producer'], 'producer process', 'producer processes')}, "
+            f"{_count(result.lives['consumer'], 'consumer process', 'consumer processes')}"
+        )
+    if result.recovery.total():
+        lines.append(f"consumer restarted to first redelivered message: {percentiles(result.recovery)}")
+    if result.interrupted:
+        lines.append("stopped before its end, in order: all of this is about what ran until then")
+    return lines
+
+
+def verdict(result: Result) -> list[str]:
+    """The last lines: what held, or what did not first and how to repeat it."""
+    total = result.total
+    left = result.found["segments"] + result.found["files"]
+    wrong = result.found["content"] + result.found["views"]
+    balance = (
+        f"{result.found['lost'] and total.lost} lost, {result.found['order']} out of order, {result.found['twice']} twice, "
+        f"{wrong} damaged, {left} segments or files left"
+    )
+    if result.good:
+        return [f"{balance}. Every check held."]
+    first = result.findings[0]
+    others = sum(result.found.values()) - 1
+    return [
+        f"{balance}.",
+        f"FAILED: {CHECKS[first.check]} ({first.check}), at {first.at:.2f} s",
+        *(f"  {line}" for line in first.text.splitlines()),
+        *([f"  and {others} more: {_counted(result)}"] if others else []),
+        f"seed {result.plan.seed}; to repeat it: {result.plan.command()}",
+    ]
+
+
+def percentiles(histogram: Histogram) -> str:
+    """The usual percentiles and the largest value of a histogram of nanoseconds."""
+    parts = [f"p{percent:g} {duration(histogram.percentile(percent))}" for percent in PERCENTILES[:4]]
+    return ", ".join([*parts, f"max {duration(histogram.largest)}"])
+
+
+def duration(nanoseconds: float) -> str:
+    """A time as people read it."""
+    for unit, factor in (("us", 1e3), ("ms", 1e6), ("s", 1e9)):
+        if nanoseconds < 999.5 * factor or unit == "s":
+            return f"{nanoseconds / factor:.3g} {unit}"
+    raise AssertionError
+
+
+def rows(result: Result) -> list[tuple[str, list[str]]]:
+    """The books: a row for each producer and one for all, in the order of ``COLUMNS``."""
+    accounts = [(f"producer {slot}", account) for slot, account in enumerate(result.accounts)]
+    return [(name, _figures(account)) for name, account in [*accounts, ("all", result.total)]]
+
+
+def states(result: Result) -> list[tuple[str, str, str]]:
+    """For every check: its name, what it says, and whether it held."""
+    return [
+        (check, text, f"FAILED, {count:,} times" if (count := result.found[check]) else "held")
+        for check, text in CHECKS.items()
+    ]
+
+
+def to_json(result: Result) -> bytes:
+    """Everything, with the histograms as buckets of (from ns, to ns, count)."""
+    document = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "command": result.plan.command(),
+        "good": result.good,
+        "plan": {**msgspec.to_builtins(result.plan), "sizes": str(result.plan.sizes)},
+        "seconds": result.seconds,
+        "interrupted": result.interrupted,
+        "throughput": {
+            "messages_per_second": result.total.delivered / max(result.seconds, 1e-9),
+            "bytes_per_second": result.total.nbytes / max(result.seconds, 1e-9),
+        },
+        "checks": [
+            {"name": check, "text": text, "held": not result.found[check], "failures": result.found[check]}
+            for check, text in CHECKS.items()
+        ],
+        "findings": result.findings,
+        "books": {"producers": result.accounts, "all": result.total, "balanced": result.total.balances()},
+        "latency": _histogram(result.latencies),
+        "recovery": _histogram(result.recovery),
+        "actions": result.actions,
+        "lives": result.lives,
+        "events": result.events,
+        "samples": result.samples,
+    }
+    return msgspec.json.format(msgspec.json.encode(document), indent=1)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "pyzmq": zmq.pyzmq_version(),
+        "libzmq": zmq.zmq_version(),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def _histogram(histogram: Histogram) -> dict[str, Any]:
+    return {
+        "count": histogram.total(),
+        "max_ns": histogram.largest,
+        "percentiles_ns": {f"{percent:g}": histogram.percentile(percent) for percent in PERCENTILES},
+        "buckets": histogram.buckets(),
+    }
+
+
+def _figures(account: Account) -> list[str]:
+    counts = (
+        account.put,
+        account.doubtful,
+        account.delivered,
+        account.expired,
+        account.set_aside,
+        account.lost,
+        account.redelivered,
+    )
+    return [*(f"{count:,}" for count in counts), f"{account.nbytes / 1e9:,.2f}"]
+
+
+def _show_tables(console: Console, result: Result) -> None:
+    table = Table(title="books", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column("")
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for name, figures in rows(result):
+        table.add_row(name, *figures, style="bold" if name == "all" else "")
+    console.print(table)
+    console.print()
+    table = Table(title="checks", title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False)
+    for check, text, state in states(result):
+        table.add_row(Text(state, "green" if state == "held" else "red"), check, Text(text, "dim"))
+    console.print(table)
+
+
+def _show_lines(console: Console, result: Result) -> None:
+    for name, figures in rows(result):
+        said = ", ".join(f"{figure} {column}" for column, figure in zip(COLUMNS, figures, strict=True))
+        console.print(f"books of {name}: {said}", highlight=False, soft_wrap=True)
+    for check, text, state in states(result):
+        console.print(f"check {check}: {state} ({text})", highlight=False, soft_wrap=True)
+
+
+def _counted(result: Result) -> str:
+    counts = Counter(result.found)
+    counts[result.findings[0].check] -= 1
+    return ", ".join(f"{count} {check}" for check, count in counts.items() if count)
+
+
+def _count(number: int, name: str, plural: str = "") -> str:
+    return f"{number:,} {name if number == 1 else plural or name + 's'}"
+
+
