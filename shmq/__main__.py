@@ -31,9 +31,7 @@ def gc(
         print(f"{'':22}{finding.reason}")
 
 
-@app.command(
-    add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def stress(context: typer.Context) -> None:
     """Stress-test the queue on this host: real processes, real deaths, every message checked (--help says more)."""
     # The one place that imports upwards, and only for those who ask.

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from fmq.stress.launcher import LauncherGoneError
 from fmq.stress.plan import (
     ACTIONS,
     PRESETS,
@@ -84,17 +85,25 @@ def stress(
         "seed": secrets.randbelow(1 << 31) if seed is None else seed,
     }
     try:
-        plan = _plan(preset, {name: value for name, value in values.items() if value is not None}, duration, {
-            "sizes": (sizes, Sizes.parse),
-            "ring_size": (ring, parse_bytes),
-            "hold": (hold, parse_hold),
-            "chaos": (chaos, parse_chaos),
-        })
+        plan = _plan(
+            preset,
+            {name: value for name, value in values.items() if value is not None},
+            duration,
+            {
+                "sizes": (sizes, Sizes.parse),
+                "ring_size": (ring, parse_bytes),
+                "hold": (hold, parse_hold),
+                "chaos": (chaos, parse_chaos),
+            },
+        )
         _check_files(json, html)
         good = _run(plan, json, html, plain)
     except PlanError as error:
         print(f"shmq stress: {error}", file=sys.stderr)
         raise typer.Exit(REFUSED) from None
+    except LauncherGoneError as error:
+        print(f"shmq stress: {error}", file=sys.stderr)
+        raise typer.Exit(FAILED) from None
     raise typer.Exit(GOOD if good else FAILED)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,23 +13,13 @@ import numpy as np
 from fmq.stress.journal import DELIVERED
 from shmq.segment import Segment
 
-FAULTS = {
-    "flip": "content",
-    "drop": "lost",
-    "double": "twice",
-    "swap": "order",
-    "reuse": "views",
-    "segment": "segments",
-    "file": "files",
-    "descriptor": "descriptors",
-    "memory": "memory",
-}
-"""Each fault, and the check that has to find it."""
-
 _AT = 100
 """The fault is committed with this message of the consumer (or, where that one is too small, one soon after)."""
 _HOLD_NS = 2_000_000
-_LEAK_BYTES = 32 * 1024 * 1024
+_LEAK_BYTES = 64 * 1024
+_LEAKS = 1024
+_LEAK_AFTER = 2.5
+"""Seconds until memory is lost: a worker may take what it needs in the beginning."""
 
 
 class Saboteur:
@@ -40,7 +31,8 @@ class Saboteur:
         self._runtime = runtime
         self._count = 0
         self._due = False
-        self._kept: list[Any] = []
+        self._kept: list[bytes] = []
+        self._began = time.monotonic()
 
     def journal(self, add: Callable[..., None]) -> Callable[..., None]:
         """Wrap the journal: it tells of a message that was dropped, doubled, or came out of order."""
@@ -80,16 +72,12 @@ class Saboteur:
             _flip(body)
         elif self._fault == "reuse":
             return max(hold, _HOLD_NS)
-        elif self._fault == "segment":
-            Segment.create(f"shmq:{self._namespace}:q0:{'f' * 16}", 65536).close()
-        elif self._fault == "file":
-            os.close(os.open(os.path.join(self._runtime, self._namespace, "left.sock"), os.O_CREAT | os.O_WRONLY, 0o600))
-        elif self._fault == "descriptor":
-            os.open("/dev/null", os.O_RDONLY)
         elif self._fault == "memory":
-            self._kept.append(bytearray(os.urandom(1024)) * (_LEAK_BYTES // 1024))
-        if self._fault != "memory" or len(self._kept) > 1:
-            self._due = False
+            if time.monotonic() - self._began > _LEAK_AFTER:
+                self._kept.append(os.urandom(_LEAK_BYTES))
+            self._due = len(self._kept) < _LEAKS
+            return hold
+        self._due = False
         return hold
 
     def after(self, body: Any) -> None:
@@ -98,10 +86,20 @@ class Saboteur:
             self._due = False
             _flip(body)
 
+    def leave(self) -> None:
+        """Called when the consumer is closed."""
+        if self._fault == "segment":
+            Segment.create(f"shmq:{self._namespace}:q0:{'f' * 16}", 65536).close()
+        elif self._fault == "file":
+            path = os.path.join(self._runtime, "left.sock")
+            os.makedirs(self._runtime, exist_ok=True)
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+        elif self._fault == "descriptor":
+            os.open("/dev/null", os.O_RDONLY)
+
 
 def _flip(body: Any) -> None:
     """Change one byte in the middle of a view, although the view is read-only."""
     address = np.frombuffer(body, np.uint8).__array_interface__["data"][0] + body.nbytes // 2
     byte = ctypes.c_uint8.from_address(address)
     byte.value ^= 0x10
-

@@ -146,7 +146,7 @@ class JournalReader:
         if tail == head:
             return self._entries[:0]
         if first < last:
-            taken = self._entries[first:last].copy()
+            taken: Entries = self._entries[first:last].copy()
         else:
             taken = np.concatenate([self._entries[first:], self._entries[:last]])
         self._cell[Cell.TAIL] = head

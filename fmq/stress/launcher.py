@@ -28,7 +28,7 @@ Key: TypeAlias = "tuple[str, int]"
 """role and slot of a worker"""
 
 READY = "ready"
-SPAWN, SIGNAL = "spawn", "signal"
+SPAWN, SIGNAL, LEAVE = "spawn", "signal", "leave"
 SPAWNED, ENDED = "spawned", "ended"
 
 _START_SECONDS = 60.0
@@ -84,7 +84,9 @@ class LauncherClient:
         return told
 
     def close(self) -> None:
-        """End the launcher, and with it what still runs."""
+        """End the launcher, and with it what still runs. Idempotent."""
+        with contextlib.suppress(LauncherGoneError, OSError):
+            self._send((LEAVE, ("", 0)))
         self._connection.close()
         self.process.wait()
 
@@ -116,6 +118,7 @@ class Launcher:
         self._content = Content(self._plan)
         self._pids: dict[int, Key] = {}
         self._workers: dict[Key, int] = {}
+        self._told_to_leave = False
         self._wakeups, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
@@ -136,11 +139,15 @@ class Launcher:
                 while self._connection.poll():
                     self._obey(*self._connection.recv())
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            self._clean_up()
+            self._kill_all()
+            if not self._told_to_leave:
+                remove_all(self._place)
 
     def _obey(self, order: str, key: Key, number: int = 0) -> None:
         if order == SPAWN:
             self._spawn(key)
+        elif order == LEAVE:
+            self._told_to_leave = True
         elif (pid := self._workers.get(key)) is not None:
             os.kill(pid, number)
 
@@ -179,15 +186,14 @@ class Launcher:
                 del self._workers[key]
                 self._connection.send((ENDED, key, status))
 
-    def _clean_up(self) -> None:
+    def _kill_all(self) -> None:
         for pid in self._pids:
             os.kill(pid, signal.SIGKILL)
         while True:
             try:
                 os.wait()
             except ChildProcessError:
-                break
-        remove_all(self._place)
+                return
 
 
 def remove_all(place: Any) -> None:

@@ -106,7 +106,7 @@ def _figures(run: Run) -> list[tuple[str, str]]:
     span = sum(sample.span for sample in samples) or 1.0
     last: Sample = samples[-1]
     figures = [
-        ("GB/s", f"{sum(sample.nbytes for sample in samples) / span / 1e9:.2f}"),
+        ("GB/s", f"{sum(sample.nbytes for sample in samples) / span / 1e9:.3g}"),
         ("messages/s", f"{sum(sample.messages for sample in samples) / span:,.0f}"),
         ("messages", f"{run.verifier.delivered:,}"),
         ("ring fill", f"{last.fill:.0%}"),

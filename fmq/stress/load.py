@@ -47,7 +47,9 @@ class Content:
         self._digests = [xxhash.xxh3_64_intdigest(part.data) for part in self._slices] if plan.checksums else []
         low, high = (round(seconds * 1e9) for seconds in plan.hold)
         self._holds: list[int] = generator.integers(low, high, KINDS, np.int64, endpoint=True).tolist()
-        self._loans: list[bool] = (generator.random(KINDS) < {"copy": 0.0, "loan": 2.0, "mixed": 0.5}[plan.transfer]).tolist()
+        self._loans: list[bool] = (
+            generator.random(KINDS) < {"copy": 0.0, "loan": 2.0, "mixed": 0.5}[plan.transfer]
+        ).tolist()
         self._seed = plan.seed
 
     def kind(self, producer: int, number: int) -> int:

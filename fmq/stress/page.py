@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,9 @@ ACTS = {
 }
 """Colour and name of each kind of chaos."""
 _WIDTH, _HEIGHT = 10.0, 3.1
-_STYLE = {
+_HEADROOM = 1.35
+"""Room above a curve for the marks of chaos."""
+_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "shmq",
     "font.size": 10,
     "font.family": "DejaVu Sans",
@@ -126,8 +129,8 @@ def _svg(draw: Callable[[Result], Figure], result: Result) -> str:
     out = io.StringIO()
     draw(result).savefig(out, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight")
     text = out.getvalue()
-    # Without the prolog, which names a document on the network; and ids must differ between pictures of one page.
-    return text[text.index("<svg") :].replace('id="', f'id="{draw.__name__}').replace("#", "#")
+    # Without the prolog, which names a document on the network; and no two pictures of a page may share an id.
+    return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{draw.__name__}-", text[text.index("<svg") :])
 
 
 def _figure(rows_: int = 1, columns: int = 1, height: float = _HEIGHT, **options: Any) -> tuple[Figure, Any]:
@@ -135,24 +138,25 @@ def _figure(rows_: int = 1, columns: int = 1, height: float = _HEIGHT, **options
     return figure, figure.subplots(rows_, columns, **options)
 
 
-def _steps(samples: list[Sample], values: list[float]) -> tuple[list[float], list[float]]:
-    """A line that stands for each sample's span, and falls to nothing where there is none."""
-    return [sample.at - sample.span / 2 for sample in samples], values
+def _middles(samples: list[Sample]) -> list[float]:
+    """Where in time a sample's span lies."""
+    return [sample.at - sample.span / 2 for sample in samples]
 
 
 def _throughput(result: Result) -> Figure:
     figure, axes = _figure(height=3.4)
     samples = result.samples
-    at, rate = _steps(samples, [sample.nbytes / sample.span / 1e9 for sample in samples])
+    at, rate = _middles(samples), [sample.nbytes / sample.span / 1e9 for sample in samples]
     axes.fill_between(at, rate, color=BLUE, alpha=0.15, linewidth=0)
     axes.plot(at, rate, color=BLUE, linewidth=1.4)
     axes.set_ylabel("GB/s")
-    axes.set_ylim(bottom=0, top=max(rate, default=0.0) * 1.22 or 1.0)
+    axes.set_ylim(bottom=0, top=max(rate, default=0.0) * _HEADROOM or 1.0)
     _time_axis(axes, result)
     other = axes.twinx()
-    other.plot(at, [sample.messages / sample.span for sample in samples], color=ORANGE, linewidth=1.0, alpha=0.9)
+    counts = [sample.messages / sample.span for sample in samples]
+    other.plot(at, counts, color=ORANGE, linewidth=1.0, alpha=0.9)
     other.set_ylabel("messages/s", color=ORANGE)
-    other.set_ylim(bottom=0)
+    other.set_ylim(bottom=0, top=max(counts, default=0.0) * _HEADROOM or 1.0)
     other.grid(visible=False)
     other.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _mark(axes, result.events)
@@ -177,7 +181,9 @@ def _mark(axes: Axes, events: list[Event]) -> None:
             transform=axes.get_xaxis_transform(),
         )
     if kinds:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=min(7, len(kinds)), fontsize=9, handlelength=0.8)
+        axes.legend(
+            loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=min(7, len(kinds)), fontsize=9, handlelength=0.8
+        )
 
 
 def _latency(result: Result) -> Figure:
@@ -187,7 +193,9 @@ def _latency(result: Result) -> Figure:
     if not buckets:
         return figure
     edges = np.geomspace(max(buckets[0][0], 1.0), buckets[-1][1], 60)
-    counts, _ = np.histogram([(low * high) ** 0.5 or 1.0 for low, high, _ in buckets], edges, weights=[b[2] for b in buckets])
+    counts, _ = np.histogram(
+        [(low * high) ** 0.5 or 1.0 for low, high, _ in buckets], edges, weights=[b[2] for b in buckets]
+    )
     left.bar(edges[:-1], counts, width=np.diff(edges), align="edge", color=BLUE, linewidth=0)
     left.set_xscale("log")
     left.set_yscale("log")
@@ -210,9 +218,9 @@ def _by_percentile(axes: Axes, histogram: Histogram) -> None:
     axes.plot(positions, values, color=BLUE, linewidth=1.6)
     axes.set_yscale("log")
     axes.set_xlim(0, nines)
-    axes.set_xticks(range(nines + 1), [f"{100 * (1 - 10.0**-nine):.10g} %" for nine in range(nines + 1)])
+    axes.set_xticks(range(nines + 1), [f"{100 * (1 - 10.0**-nine):.10g}" for nine in range(nines + 1)])
     axes.tick_params(axis="x", labelsize=9)
-    axes.set_xlabel("percentile")
+    axes.set_xlabel("percentile, %")
     axes.set_title("latency by percentile", fontsize=10, loc="left")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: duration(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -220,7 +228,7 @@ def _by_percentile(axes: Axes, histogram: Histogram) -> None:
 
 def _fill(result: Result) -> Figure:
     figure, axes = _figure()
-    at, fill = _steps(result.samples, [100 * sample.fill for sample in result.samples])
+    at, fill = _middles(result.samples), [100 * sample.fill for sample in result.samples]
     axes.fill_between(at, fill, color=GREEN, alpha=0.18, linewidth=0)
     axes.plot(at, fill, color=GREEN, linewidth=1.2)
     axes.set_ylim(0, 103)
@@ -231,7 +239,7 @@ def _fill(result: Result) -> Figure:
 
 def _resources(result: Result) -> Figure:
     figure, (memory, counts, shm) = _figure(1, 3, height=2.9)
-    samples = result.samples
+    samples = [sample for sample in result.samples if sample.producer_memory and sample.consumer_memory]
     at = [sample.at for sample in samples]
     memory.plot(at, [sample.producer_memory / MIB for sample in samples], color=BLUE, linewidth=1.2, label="producer")
     memory.plot(at, [sample.consumer_memory / MIB for sample in samples], color=ORANGE, linewidth=1.2, label="consumer")
@@ -243,14 +251,15 @@ def _resources(result: Result) -> Figure:
     shm.plot(at, [sample.shm / MIB for sample in samples], color=PURPLE, linewidth=1.2)
     shm.set_title("segments in /dev/shm, MiB", fontsize=10, loc="left")
     for axes in (memory, counts, shm):
-        _time_axis(axes, result)
+        _time_axis(axes, result, ticks=4)
         axes.set_ylim(0, axes.get_ylim()[1] * 1.25)
     for axes in (memory, counts):
         axes.legend(loc="lower right", fontsize=9)
     return figure
 
 
-def _time_axis(axes: Axes, result: Result) -> None:
+def _time_axis(axes: Axes, result: Result, ticks: int = 8) -> None:
     axes.set_xlim(0, max(result.seconds, 0.1))
     axes.set_xlabel("seconds")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if result.seconds > 5 else f"{value:g}"))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=ticks))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))

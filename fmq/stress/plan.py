@@ -26,6 +26,19 @@ ACTIONS = {
 }
 """The kinds of chaos, and the actions of each."""
 
+FAULTS = {
+    "flip": "content",
+    "drop": "lost",
+    "double": "twice",
+    "swap": "order",
+    "reuse": "views",
+    "segment": "segments",
+    "file": "files",
+    "descriptor": "descriptors",
+    "memory": "memory",
+}
+"""Each fault, and the check that has to find it."""
+
 TRANSFERS = ("copy", "loan", "mixed")
 SIZES_HELP = "4KiB | 1KiB-1MiB (uniform) | log:1KiB-16MiB (log-uniform) | vision"
 MAX_WORKERS = 64
@@ -72,7 +85,9 @@ class Sizes(msgspec.Struct, frozen=True):
         first = parse_bytes(low)
         last = parse_bytes(high) if dash else first
         if not 1 <= first <= last <= _LARGEST:
-            raise PlanError(f"--sizes goes from 1 byte to {bytes_text(_LARGEST)}, the smaller first; this one is {text!r}")
+            raise PlanError(
+                f"--sizes goes from 1 byte to {bytes_text(_LARGEST)}, the smaller first; this one is {text!r}"
+            )
         return cls(kind or ("uniform" if dash else "fixed"), first, last)
 
     def __str__(self) -> str:
@@ -153,17 +168,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             raise PlanError(f"--producers goes from 1 to {MAX_WORKERS}; this one is {self.producers}")
         if not 1 <= self.consumers <= self.producers:
             raise PlanError(
-                f"--consumers goes from 1 to the number of producers, {self.producers}, for each consumer has a queue of "
-                f"its own; this one is {self.consumers}"
+                f"--consumers goes from 1 to the number of producers, {self.producers}, for each consumer has a queue "
+                f"of its own; this one is {self.consumers}"
             )
         if not 64 * KIB <= self.ring_size <= 64 * GIB:
             raise PlanError(f"--ring goes from 64KiB to 64GiB; this one is {bytes_text(self.ring_size)}")
         if self.transfer not in TRANSFERS:
             raise PlanError(f"--transfer takes one of {', '.join(TRANSFERS)}; this one is {self.transfer!r}")
         if not 0 <= self.hold[0] <= self.hold[1] < math.inf:
-            raise PlanError(f"--hold takes seconds, or the shortest and the longest as 0-0.005; this one is {self.hold}")
+            raise PlanError(
+                f"--hold takes seconds, or the shortest and the longest as 0-0.005; this one is {self.hold}"
+            )
         if self.kills is not None and not set(self.chaos) & set(ACTIONS["kill"]):
             raise PlanError("--kills counts kills, and there are none without --chaos kill")
+        if self.fault is not None and self.fault not in FAULTS:
+            raise PlanError(f"--fault takes one of {', '.join(FAULTS)}; this one is {self.fault!r}")
         if self.seed < 0:
             raise PlanError(f"--seed is a number from 0 on; this one is {self.seed}")
 
@@ -171,6 +190,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The command line that repeats this run."""
         words = ["shmq", "stress", self.preset, "--seed", str(self.seed)]
         usual = PRESETS[self.preset]
+        if self.messages is not None or self.kills is not None:
+            # As the command line has it: these are an end of their own.
+            usual = msgspec.structs.replace(usual, duration=None)
         for name, option in _OPTIONS.items():
             value = getattr(self, name)
             if value != getattr(usual, name):

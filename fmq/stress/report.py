@@ -48,7 +48,7 @@ def headlines(result: Result) -> list[str]:
         f"payloads {plan.sizes}, rings of {bytes_text(plan.ring_size)}, {plan.transfer}, "
         f"{'asyncio' if plan.asyncio else 'blocking'}, checksums {'on' if plan.checksums else 'off'}",
         f"{total.delivered:,} messages and {total.nbytes / 1e9:,.2f} GB in {seconds:.1f} s: "
-        f"{total.nbytes / seconds / 1e9:.2f} GB/s, {total.delivered / seconds:,.0f} messages/s",
+        f"{total.nbytes / seconds / 1e9:.3g} GB/s, {total.delivered / seconds:,.0f} messages/s",
         f"latency, put begun to message taken: {percentiles(result.latencies)}",
     ]
     if result.actions:
@@ -71,8 +71,8 @@ def verdict(result: Result) -> list[str]:
     left = result.found["segments"] + result.found["files"]
     wrong = result.found["content"] + result.found["views"]
     balance = (
-        f"{result.found['lost'] and total.lost} lost, {result.found['order']} out of order, {result.found['twice']} twice, "
-        f"{wrong} damaged, {left} segments or files left"
+        f"{result.found['lost'] and total.lost} lost, {result.found['order']} out of order, "
+        f"{result.found['twice']} twice, {wrong} damaged, {left} segments or files left"
     )
     if result.good:
         return [f"{balance}. Every check held."]
@@ -211,5 +211,3 @@ def _counted(result: Result) -> str:
 
 def _count(number: int, name: str, plural: str = "") -> str:
     return f"{number:,} {name if number == 1 else plural or name + 's'}"
-
-

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from fmq.errors import QueueNameError
+from fmq.paths import QueuePath
 from fmq.stress.chaos import Chaos, Misfortune
 from fmq.stress.gauges import Histogram, RingGauge, Sample, Series, descriptors, private_memory
 from fmq.stress.journal import Board, Cell, JournalReader
@@ -177,6 +179,12 @@ class Run:
             stack.callback(remove_all, self._place)
             stack.callback(os.close, self._board_fd)
             stack.callback(self._close_gauges)
+            try:
+                QueuePath(self._place.queue(plan.consumers - 1), self._place.namespace, self._place.runtime)
+            except QueueNameError:
+                raise PlanError(
+                    f"{directory} is too long for the path of a socket; set TMPDIR to a shorter directory"
+                ) from None
             notes, their_notes = os.pipe2(os.O_CLOEXEC)
             stack.callback(os.close, notes)
             stack.callback(os.close, their_notes)
@@ -293,7 +301,7 @@ class Run:
 
     def _turn(self, *, respawn: bool) -> None:
         """Wait a moment, take in what happened, and see to the workers."""
-        wait([self._launcher, self._notes], _TICK)
+        wait([self._launcher.fileno(), self._notes.fileno()], _TICK)
         self.verifier.now = self.now
         gone = [stream for stream in self.verifier.streams.values() if stream.gone]
         for slot in range(self.plan.consumers):
@@ -377,7 +385,12 @@ class Run:
     def _befall(self, misfortune: Misfortune) -> None:
         worker = self._workers[misfortune.role, misfortune.slot]
         action, seconds = misfortune.action, misfortune.seconds
-        if not worker.alive or not worker.pid or worker.killed or (worker.continue_at and not action.startswith("kill")):
+        if (
+            not worker.alive
+            or not worker.pid
+            or worker.killed
+            or (worker.continue_at and not action.startswith("kill"))
+        ):
             return
         said = f"{worker}, life {worker.life - 1}"
         if action.startswith("kill-"):
@@ -488,7 +501,7 @@ class Run:
                 self._launcher.signal(worker.key, signal.SIGUSR1)
         deadline = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < deadline:
-            wait([self._launcher], _TICK)
+            wait([self._launcher.fileno()], _TICK)
         lines = [f"{complaint} for {self.plan.patience:g} s"]
         for worker in self._workers.values():
             state = "alive" if worker.alive else "ended"
@@ -541,4 +554,3 @@ def _ending(code: int) -> str:
     with contextlib.suppress(ValueError):
         return f"signal {signal.Signals(-code).name}"
     return f"signal {-code}"
-

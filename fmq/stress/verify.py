@@ -169,7 +169,10 @@ class Verifier:
                 part = chosen[keys == key]
                 if stream is None:
                     if kind == DELIVERED:
-                        self.fail("twice", f"message {part['number'][0]} of producer {key >> 32} came again, though its ring was done")
+                        self.fail(
+                            "twice",
+                            f"message {part['number'][0]} of producer {key >> 32} came again, though its ring was done",
+                        )
                 elif kind == DELIVERED:
                     self._deliver(stream, part)
                 else:
@@ -190,9 +193,13 @@ class Verifier:
         again = (part["flags"] & REDELIVERED) != 0
         highest = np.maximum.accumulate(np.concatenate([[stream.last], numbers[:-1]]))
         if (backwards := numbers <= highest).any():
+            self._forwards(stream, part[~backwards], numbers[~backwards], again[~backwards])
             for number in numbers[backwards]:
                 self._backwards(stream, int(number))
-            part, numbers, again = part[~backwards], numbers[~backwards], again[~backwards]
+        else:
+            self._forwards(stream, part, numbers, again)
+
+    def _forwards(self, stream: Stream, part: Entries, numbers: NDArray[np.int64], again: NDArray[np.bool_]) -> None:
         if not len(numbers):
             return
         stream.last = int(numbers[-1])
@@ -270,7 +277,7 @@ class Verifier:
             first = min(stream.missing)
             self.fail(
                 "lost",
-                f"{account.lost} messages of {stream} never came, the first is message {first}; their puts had returned",
+                f"{account.lost} messages of {stream} never came, the first is {first}; their puts had returned",
             )
         if stream.next > stream.begun:
             self.fail("books", f"message {stream.next - 1} of {stream} was delivered, and no put of it had begun")
@@ -315,6 +322,6 @@ class Verifier:
         if not 0 <= unseen <= self.deaths * max(1, len(self.accounts)):
             self.fail(
                 "books",
-                f"{total.redelivered} redelivered by the journals and {total.again_in_rings} by the rings: the {self.deaths} "
-                "ends of consumers can't explain the difference",
+                f"{total.redelivered} redelivered by the journals and {total.again_in_rings} by the rings: the "
+                f"{self.deaths} ends of consumers can't explain the difference",
             )

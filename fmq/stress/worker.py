@@ -57,6 +57,7 @@ _PAUSE = 0.002
 _WINDOW = 1 << 16
 """How far a held message may be behind the newest one of its consumer, in messages (see ``verify.WINDOW``)."""
 _DESCRIPTOR_SECONDS = 3.0
+_LOOKS = 3
 
 T = TypeVar("T")
 
@@ -168,7 +169,7 @@ class Worker:
         if self.plan.asyncio:
             await asyncio.sleep(seconds)
         else:
-            time.sleep(seconds)
+            time.sleep(seconds)  # noqa: ASYNC251 (the blocking front has no loop to hold up)
 
     def hear(self) -> None:
         """Do what the supervisor has ordered since."""
@@ -447,6 +448,8 @@ class ConsumerWorker(Worker):
                 kept.append(item[2])
             del item
         await self._consumer.close()
+        if self._saboteur is not None:
+            self._saboteur.leave()
         self.reap(block=True)
 
     def obey(self, order: int, until: int) -> None:
@@ -470,9 +473,7 @@ def live(worker: Worker, place: Place) -> int:
     with open(place.stacks(worker.role, worker.slot), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
         signal.signal(signal.SIGTERM, worker.end)
-        # Its context opens descriptors of its own, once.
-        zmq.Context.instance().socket(zmq.DEALER).close()
-        before = open_descriptors()
+        before = settled_descriptors()
         try:
             if worker.plan.asyncio:
                 asyncio.run(worker.work())
@@ -494,6 +495,18 @@ def drive(coroutine: Coroutine[Any, Any, T]) -> T:
         result: T = stop.value
         return result
     raise RuntimeError("a blocking front suspended")
+
+
+def settled_descriptors() -> int:
+    """How many descriptors a process has when ZeroMQ has opened those of its context, once and for good."""
+    zmq.Context.instance().socket(zmq.DEALER).close()
+    # The socket's own are closed by another thread.
+    count, looks = open_descriptors(), 0
+    while looks < _LOOKS:
+        time.sleep(_PAUSE)
+        looks = looks + 1 if (now := open_descriptors()) == count else 0
+        count = now
+    return count
 
 
 def open_descriptors() -> int:
