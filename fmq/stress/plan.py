@@ -58,8 +58,16 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def exact_bytes(nbytes: int) -> str:
+    """A number of bytes so that ``parse_bytes`` makes the same number of it."""
+    for name, unit in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit}{name}"
+    return str(nbytes)
+
+
 def bytes_text(nbytes: float) -> str:
-    """A number of bytes as people write it: ``parse_bytes`` understands it."""
+    """A number of bytes as people read it, to four digits."""
     for name, unit in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if nbytes >= unit:
             return f"{nbytes / unit:.4g}{name}"
@@ -93,7 +101,7 @@ class Sizes(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         if self.kind == "vision":
             return "vision"
-        span = bytes_text(self.low) if self.kind == "fixed" else f"{bytes_text(self.low)}-{bytes_text(self.high)}"
+        span = exact_bytes(self.low) if self.kind == "fixed" else f"{exact_bytes(self.low)}-{exact_bytes(self.high)}"
         return f"log:{span}" if self.kind == "log" else span
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
@@ -196,7 +204,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         for name, option in _OPTIONS.items():
             value = getattr(self, name)
             if value != getattr(usual, name):
-                words += [option, _option_text(value)]
+                words += [option, exact_bytes(value) if name == "ring_size" else _option_text(value)]
         if self.asyncio != usual.asyncio:
             words.append("--asyncio" if self.asyncio else "--blocking")
         if self.checksums != usual.checksums:
@@ -235,8 +243,8 @@ def _positive(option: str, value: float | None, unit: str) -> None:
 
 def _option_text(value: Any) -> str:
     if isinstance(value, tuple):
-        return "-".join(f"{part:g}" for part in value)
-    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
+        return "-".join(map(_option_text, value))
+    return "none" if value is None else repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 _OPTIONS = {

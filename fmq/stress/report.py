@@ -28,7 +28,7 @@ def show(console: Console, result: Result) -> None:
     """Print the verdict, the books, the checks, and how to repeat a run that failed."""
     console.print()
     for line in headlines(result):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=not console.is_terminal)
     console.print()
     if console.is_terminal:
         _show_tables(console, result)
@@ -181,15 +181,16 @@ def _figures(account: Account) -> list[str]:
 
 
 def _show_tables(console: Console, result: Result) -> None:
-    table = Table(title="books", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("")
+    table = Table(title="books", title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    table.add_column("producer")
     for column in COLUMNS:
-        table.add_column(column, justify="right")
+        table.add_column(column.replace(" ", "\n"), justify="right", vertical="bottom")
     for name, figures in rows(result):
-        table.add_row(name, *figures, style="bold" if name == "all" else "")
+        table.add_row(name.removeprefix("producer "), *figures, style="bold" if name == "all" else "")
     console.print(table)
     console.print()
-    table = Table(title="checks", title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False)
+    table = Table(title="checks", title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    table.show_header = False
     for check, text, state in states(result):
         table.add_row(Text(state, "green" if state == "held" else "red"), check, Text(text, "dim"))
     console.print(table)

@@ -17,7 +17,7 @@ from fmq.stress.gauges import Histogram, Sample, Series
 from fmq.stress.journal import ASIDE, DELIVERED, ENTRIES, ENTRY_TYPE, REDELIVERED, RELEASED, Board, Cell, Entries
 from fmq.stress.load import BLOB_BYTES, HEADER, KINDS, MAGIC, Content, WrongContentError, open_payload
 from fmq.stress.notes import NoteReader, NoteWriter, Remark, Violation
-from fmq.stress.plan import KIB, MIB, PRESETS, Plan, Sizes, bytes_text, parse_bytes, parse_chaos
+from fmq.stress.plan import KIB, MIB, PRESETS, Plan, Sizes, exact_bytes, parse_bytes, parse_chaos
 from fmq.stress.verify import WINDOW, Stream, Verifier
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -28,10 +28,10 @@ from fmq.stress.verify import WINDOW, Stream, Verifier
 )
 def test_bytes_are_read_as_people_write_them(text: str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
-    assert parse_bytes(bytes_text(nbytes)) == nbytes
+    assert parse_bytes(exact_bytes(nbytes)) == nbytes
 
 
-@pytest.mark.parametrize("text", ["4KiB", "1KiB-1MiB", "log:256-16MiB", "vision"])
+@pytest.mark.parametrize("text", ["4KiB", "1KiB-1MiB", "log:256-16MiB", "64-1234567", "vision"])
 def test_sizes_are_written_as_they_are_read(text: str) -> None:
     assert str(Sizes.parse(text)) == text
 
@@ -54,8 +54,15 @@ def test_sizes_stay_within_their_bounds_and_follow_their_distribution(text: str)
     "changes",
     [
         {},
-        {"sizes": Sizes("fixed", MIB, MIB), "duration": None, "messages": 5, "asyncio": True, "checksums": False},
-        {"chaos": parse_chaos("kill"), "kills": 7, "hold": (0.0, 0.25), "ttl": 0.5, "max_deliveries": 3, "rate": 100.0},
+        {
+            "sizes": Sizes("fixed", 1234567, 1234567),
+            "ring_size": 7_654_321,
+            "duration": None,
+            "messages": 5,
+            "asyncio": True,
+            "checksums": False,
+        },
+        {"chaos": parse_chaos("kill"), "kills": 7, "hold": (0.0, 0.25), "ttl": 0.5, "max_deliveries": 3, "rate": 1 / 3},
     ],
 )
 @pytest.mark.parametrize("preset", PRESETS)
