@@ -30,14 +30,13 @@ from fmq.stress.launcher import (
     ENDED,
     SPAWNED,
     Key,
-    LauncherClient,
-    remove_all,
-    segments_of,
+    Launcher,
 )
 from fmq.stress.notes import NoteReader, Violation
+from fmq.stress.place import Place, remove_all, segments_of
 from fmq.stress.plan import Plan, PlanError, bytes_text
 from fmq.stress.verify import CHECKS, Account, Finding, Stream, Verifier
-from fmq.stress.worker import FORK, FULL, HOLD, SLOW, Place
+from fmq.stress.worker import FORK, FULL, HOLD, SLOW
 from shmq.segment import free_bytes, size_of
 
 _TICK = 0.02
@@ -189,7 +188,7 @@ class Run:
             stack.callback(os.close, notes)
             stack.callback(os.close, their_notes)
             self._notes = NoteReader(notes)
-            self._launcher = LauncherClient(plan, self._place, self._board_fd, their_notes)
+            self._launcher = Launcher(plan, self._place, self._board_fd, their_notes)
             stack.callback(self._launcher.close)
             with self._interruptible():
                 self._launcher.wait_until_ready()

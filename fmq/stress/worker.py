@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 import numpy as np
 import zmq
 from numpy.typing import NDArray
@@ -42,6 +41,7 @@ from fmq.stress.faults import Saboteur
 from fmq.stress.journal import ASIDE, DELIVERED, REDELIVERED, RELEASED, Board, Cell
 from fmq.stress.load import HEADER, MAGIC, Content, WrongContentError, open_payload
 from fmq.stress.notes import NoteWriter
+from fmq.stress.place import Place
 from fmq.stress.plan import Plan
 
 SLOW, HOLD, FORK, FULL = range(1, 5)
@@ -60,26 +60,6 @@ _DESCRIPTOR_SECONDS = 3.0
 _LOOKS = 3
 
 T = TypeVar("T")
-
-
-class Place(msgspec.Struct, frozen=True):
-    """Where the queues of a run are."""
-
-    namespace: str
-    directory: str
-
-    @property
-    def runtime(self) -> str:
-        """The runtime directory of the queues."""
-        return os.path.join(self.directory, "run")
-
-    def queue(self, consumer: int) -> str:
-        """The name of the queue of a consumer."""
-        return f"q{consumer}"
-
-    def stacks(self, role: str, slot: int) -> str:
-        """The file for the stacks of a worker that hangs."""
-        return os.path.join(self.directory, f"{role}{slot}.stacks")
 
 
 class ProducerFront(Protocol):
