@@ -15,13 +15,17 @@ import signal
 import sys
 from multiprocessing.connection import Connection, wait
 
+from fmq.stress.consuming import ConsumerWorker
 from fmq.stress.journal import Board
 from fmq.stress.launcher import ENDED, LEAVE, READY, SPAWN, SPAWNED, Key
 from fmq.stress.load import Content
 from fmq.stress.notes import NoteWriter
 from fmq.stress.place import Place, remove_all
 from fmq.stress.plan import Plan
-from fmq.stress.worker import ROLES, live
+from fmq.stress.producing import ProducerWorker
+from fmq.stress.worker import Worker, live
+
+ROLES: dict[str, type[Worker]] = {"producer": ProducerWorker, "consumer": ConsumerWorker}
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

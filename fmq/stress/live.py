@@ -13,7 +13,8 @@ from rich.text import Text
 
 from fmq.stress.gauges import Sample
 from fmq.stress.report import duration
-from fmq.stress.supervisor import Event, Run
+from fmq.stress.result import Event
+from fmq.stress.supervisor import Run
 
 _EVENTS = 6
 _LINE_SECONDS = 2.0

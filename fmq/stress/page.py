@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from fmq.stress.gauges import Histogram, Sample
 from fmq.stress.plan import MIB
 from fmq.stress.report import COLUMNS, duration, headlines, machine, rows, states, verdict
-from fmq.stress.supervisor import Event, Result
+from fmq.stress.result import Event, Result
 
 INK, GRID = "#1f2733", "#e3e7ec"
 BLUE, ORANGE, GREEN, PURPLE = "#2563a8", "#d9772b", "#2f8f6b", "#7a56a8"

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from fmq.stress.gauges import Histogram
 from fmq.stress.plan import bytes_text
-from fmq.stress.supervisor import Result
+from fmq.stress.result import Result
 from fmq.stress.verify import CHECKS, Account
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9, 99.99)

@@ -19,8 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-import msgspec
-
 from fmq.errors import QueueNameError
 from fmq.paths import QueuePath
 from fmq.stress.chaos import Chaos, Misfortune
@@ -35,7 +33,8 @@ from fmq.stress.launcher import (
 from fmq.stress.notes import NoteReader, Violation
 from fmq.stress.place import Place, remove_all, segments_of
 from fmq.stress.plan import Plan, PlanError, bytes_text
-from fmq.stress.verify import CHECKS, Account, Finding, Stream, Verifier
+from fmq.stress.result import Event, Result
+from fmq.stress.verify import CHECKS, Stream, Verifier
 from fmq.stress.worker import FORK, FULL, HOLD, SLOW
 from shmq.segment import free_bytes, size_of
 
@@ -48,37 +47,6 @@ _MEMORY_LIMIT = 16 * 1024 * 1024
 _STACK_SECONDS = 0.5
 _MOST_EVENTS = 20_000
 _ORDERS = {"slow-consumer": SLOW, "hold-views": HOLD, "fork-producer": FORK, "fork-consumer": FORK, "full-shm": FULL}
-
-
-class Event(msgspec.Struct, frozen=True):
-    """Something that happened ``at`` so many seconds after the start; ``kind`` is an action's name, or "remark"."""
-
-    at: float
-    kind: str
-    text: str
-
-
-class Result(msgspec.Struct):
-    """What a run showed. ``findings`` are the checks that did not hold, the first one first."""
-
-    plan: Plan
-    seconds: float
-    findings: list[Finding]
-    found: dict[str, int]
-    accounts: list[Account]
-    total: Account
-    latencies: Histogram
-    recovery: Histogram
-    samples: list[Sample]
-    events: list[Event]
-    actions: dict[str, int]
-    lives: dict[str, int]
-    interrupted: bool
-
-    @property
-    def good(self) -> bool:
-        """Whether every check held."""
-        return not self.findings
 
 
 class View(Protocol):
