@@ -35,6 +35,7 @@ from functools import partial
 from typing import Any
 
 from bench.deaths import first_redelivery_ms, storm
+from bench.harness import stress_rate
 from bench.loads import Arrays, Blobs, MakeLoad, Requests
 from bench.measure import Course, Lap, Place, Side, Spread, Team, new_place, quiet, ratios, take_turns
 from bench.ours import (
@@ -333,6 +334,31 @@ def deaths(plan: Plan) -> Result:
     return result
 
 
+def harness(plan: Plan) -> Result:
+    """The stress test beside the queue alone."""
+    result = Result()
+    for nbytes in plan.sizes:
+        rates: dict[str, list[float]] = {"queue alone": [], "checksums off": [], "checksums on": []}
+        with new_place() as place, ExitStack() as stack:
+            team = stack.enter_context(
+                Team("queue", _fmq(partial(Arrays, nbytes), LARGE_RING)(place), deadline=plan.deadline)
+            )
+            lap = team.run(max(4, 512 * MIB // nbytes))
+            for _ in range(plan.rounds):
+                lap = team.run(max(4, round(lap.rate * plan.seconds)))
+                rates["queue alone"].append(lap.rate * nbytes)
+                for name, checksums in (("checksums off", False), ("checksums on", True)):
+                    rates[name].append(stress_rate(nbytes, LARGE_RING, 4 * plan.seconds, checksums=checksums))
+        size = f"{nbytes / MIB:g} MiB"
+        for name, values in rates.items():
+            result.figures.append(Figure(f"{size}, {name}", Spread.of([value / GB for value in values]), "GB/s"))
+        for name in ("checksums off", "checksums on"):
+            ratio = ratios(rates[name], rates["queue alone"])
+            result.figures.append(Figure(f"{size}, {name} / queue alone", ratio, "x", at_least=0.9))
+        result.data[size] = rates
+    return result
+
+
 def _resident(pid: int) -> dict[str, int]:
     """Resident memory of a process in KiB: all of it, and its parts."""
     found = {}
@@ -359,4 +385,5 @@ SUITES: dict[str, Callable[[Plan], Result]] = {
     "idle": idle,
     "memory": memory,
     "deaths": deaths,
+    "harness": harness,
 }
