@@ -338,6 +338,7 @@ def harness(plan: Plan) -> Result:
     """The stress test beside the queue alone."""
     result = Result()
     for nbytes in plan.sizes:
+        load = _fmq(partial(Arrays, nbytes), LARGE_RING)
         rates: dict[str, list[float]] = {"queue alone": [], "checksums off": [], "checksums on": []}
         with new_place() as place, ExitStack() as stack:
             team = stack.enter_context(
