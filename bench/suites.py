@@ -340,10 +340,7 @@ def harness(plan: Plan) -> Result:
     for nbytes in plan.sizes:
         load = _fmq(partial(Arrays, nbytes), LARGE_RING)
         rates: dict[str, list[float]] = {"queue alone": [], "checksums off": [], "checksums on": []}
-        with new_place() as place, ExitStack() as stack:
-            team = stack.enter_context(
-                Team("queue", _fmq(partial(Arrays, nbytes), LARGE_RING)(place), deadline=plan.deadline)
-            )
+        with new_place() as place, Team("queue", load(place), deadline=plan.deadline) as team:
             lap = team.run(max(4, 512 * MIB // nbytes))
             for _ in range(plan.rounds):
                 lap = team.run(max(4, round(lap.rate * plan.seconds)))
