@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from datetime import datetime, timezone
 from typing import Any
 
 import msgspec
-import numpy as np
-import zmq
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from bench.suites import Figure, Result
+from fmq.stress.report import machine
 
 
 def show(console: Console, suite: str, result: Result) -> None:
@@ -82,28 +79,6 @@ def to_json(results: dict[str, Result], plan: Any) -> bytes:
         },
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=1)
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on."""
-    return {
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "pyzmq": zmq.pyzmq_version(),
-        "libzmq": zmq.zmq_version(),
-        "kernel": platform.release(),
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-    }
-
-
-def _cpu_model() -> str:
-    with open("/proc/cpuinfo") as file:
-        for line in file:
-            key, _, value = line.partition(":")
-            if key.strip().lower() in {"model name", "cpu model"}:
-                return value.strip()
-    return platform.machine()
 
 
 def _number(value: float) -> str:

@@ -153,9 +153,18 @@ def machine() -> dict[str, Any]:
         "pyzmq": zmq.pyzmq_version(),
         "libzmq": zmq.zmq_version(),
         "kernel": platform.release(),
-        "machine": platform.machine(),
+        "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
     }
+
+
+def _cpu_model() -> str:
+    with open("/proc/cpuinfo") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            if key.strip().lower() in {"model name", "cpu model"}:
+                return value.strip()
+    return platform.machine()
 
 
 def _histogram(histogram: Histogram) -> dict[str, Any]:
