@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from bench.measure import RunFailedError
-from fmq.stress.plan import Plan, Sizes
-from fmq.stress.result import Event
-from fmq.stress.supervisor import Run, run
+from fmq.stress import Plan, Sizes, run
 
 WARM_SECONDS = 1.0
 """What is left out at the beginning: the pages of the rings are touched for the first time."""
-
-
-class _Unwatched:
-    """A view that shows nothing."""
-
-    def show(self, run: Run) -> None:
-        """Nothing to show."""
-
-    def tell(self, event: Event) -> None:
-        """Nothing to tell."""
 
 
 def stress_rate(nbytes: int, ring_size: int, seconds: float, *, checksums: bool) -> float:
@@ -32,8 +20,7 @@ def stress_rate(nbytes: int, ring_size: int, seconds: float, *, checksums: bool)
             transfer="copy",
             hold=(0.0, 0.0),
             checksums=checksums,
-        ),
-        _Unwatched(),
+        )
     )
     if not result.good:
         raise RunFailedError(f"the stress test found something: {result.findings[0].text}")

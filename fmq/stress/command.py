@@ -141,8 +141,7 @@ def _run(plan: Plan, json: Path | None, html: Path | None, plain: bool) -> bool:
     # Not above, for `shmq --help` needs none of it.
     from rich.console import Console
 
-    from fmq.stress import live, report
-    from fmq.stress.supervisor import run
+    from fmq.stress import live, report, run
 
     console = Console(force_terminal=False if plain else None)
     with (live.Panel if console.is_terminal else live.Lines)(console) as view:

@@ -59,6 +59,16 @@ class View(Protocol):
         """Called with every event."""
 
 
+class Unwatched:
+    """A view that shows nothing."""
+
+    def show(self, run: Run) -> None:
+        """Nothing to show."""
+
+    def tell(self, event: Event) -> None:
+        """Nothing to tell."""
+
+
 class Worker:
     """A worker, as the supervisor sees it: a slot, whose process may be another one after each life."""
 
@@ -82,7 +92,7 @@ class Worker:
 
 
 class Run:
-    """One run, from start to verdict. Used once, by ``run``."""
+    """One run, from start to verdict. Used once."""
 
     def __init__(self, plan: Plan, view: View) -> None:
         self.plan = plan
@@ -508,11 +518,6 @@ class Run:
             },
             interrupted=self.interrupts > 0,
         )
-
-
-def run(plan: Plan, view: View) -> Result:
-    """Run a plan to its end. Raises PlanError if this host can't."""
-    return Run(plan, view).run()
 
 
 def _ending(code: int) -> str:

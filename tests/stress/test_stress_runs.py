@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from fmq.stress.plan import ACTIONS, FAULTS
+from fmq.stress import PRESETS, Sizes, run
+from fmq.stress.plan import ACTIONS, FAULTS, MIB
 from fmq.stress.verify import CHECKS
 from shmq.segment import names
 from tests.queues import eventually
@@ -199,6 +201,16 @@ def test_what_expires_and_what_is_set_aside_stands_in_the_books() -> None:
     assert books["expired"] > 0
     assert books["set aside"] > 0
     assert books["put"] + books["in doubt"] == books["delivered"] + books["expired"] + books["set aside"]
+
+
+def test_it_runs_from_python_too_and_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    plan = msgspec.structs.replace(
+        PRESETS["quick"], messages=200, duration=None, ring_size=MIB, sizes=Sizes.parse("4KiB")
+    )
+    result = run(plan)
+    assert result.good, result.findings
+    assert result.total.put == result.total.delivered == 200
+    assert capfd.readouterr() == ("", "")
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
