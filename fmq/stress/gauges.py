@@ -127,6 +127,12 @@ class Sample(msgspec.Struct, frozen=True):
         )
 
 
+def thinned(samples: list[Sample], most: int) -> list[Sample]:
+    """No more than ``most`` samples, each of as many in a row as it takes."""
+    every = -(-len(samples) // most)
+    return [_join(samples[start : start + every]) for start in range(0, len(samples), max(1, every))]
+
+
 class Series:
     """Samples of a run of any length, in bounded memory: when there are too many, pairs become one."""
 

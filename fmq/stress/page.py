@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from fmq.stress.gauges import Histogram, Sample
+from fmq.stress.gauges import Histogram, Sample, thinned
 from fmq.stress.plan import MIB
 from fmq.stress.report import COLUMNS, duration, headlines, machine, rows, states, verdict
 from fmq.stress.result import Event, Result
@@ -32,6 +32,8 @@ ACTS = {
 }
 """Colour and name of each kind of chaos."""
 _WIDTH, _HEIGHT = 10.0, 3.1
+_MOST_POINTS = 240
+"""Of a curve with another one over it."""
 _HEADROOM = 1.35
 """Room above a curve for the marks of chaos."""
 _STYLE: dict[Any, Any] = {
@@ -145,7 +147,7 @@ def _middles(samples: list[Sample]) -> list[float]:
 
 def _throughput(result: Result) -> Figure:
     figure, axes = _figure(height=3.4)
-    samples = result.samples
+    samples = thinned(result.samples, _MOST_POINTS)
     at, rate = _middles(samples), [sample.nbytes / sample.span / 1e9 for sample in samples]
     axes.fill_between(at, rate, color=BLUE, alpha=0.15, linewidth=0)
     axes.plot(at, rate, color=BLUE, linewidth=1.4)

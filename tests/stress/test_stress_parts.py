@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fmq.stress.chaos import Chaos, Misfortune
-from fmq.stress.gauges import Histogram, Sample, Series
+from fmq.stress.gauges import Histogram, Sample, Series, thinned
 from fmq.stress.journal import ASIDE, DELIVERED, ENTRIES, ENTRY_TYPE, REDELIVERED, RELEASED, Board, Cell, Entries
 from fmq.stress.load import BLOB_BYTES, HEADER, KINDS, MAGIC, Content, WrongContentError, open_payload
 from fmq.stress.notes import NoteReader, NoteWriter, Remark, Violation
@@ -211,6 +211,15 @@ def test_a_series_of_any_length_keeps_its_sums_in_bounded_memory() -> None:
     assert sum(sample.nbytes for sample in samples) == 200_010
     assert max(sample.fill for sample in samples) == 0.99
     assert [sample.at for sample in samples] == sorted(sample.at for sample in samples)
+
+
+@pytest.mark.parametrize("count", [0, 1, 240, 241, 5000])
+def test_samples_for_a_picture_are_few_and_keep_their_sums(count: int) -> None:
+    samples = [Sample(number / 4, 0.25, number, 10, 0.5, 0.1, 0.2, 5, 1, 2, 3, 4) for number in range(count)]
+    few = thinned(samples, 240)
+    assert len(few) <= 240
+    assert sum(one.messages for one in few) == sum(one.messages for one in samples)
+    assert sum(one.span for one in few) == sum(one.span for one in samples)
 
 
 def test_chaos_follows_from_the_seed_and_keeps_its_pace() -> None:
