@@ -143,6 +143,10 @@ def _run(plan: Plan, json: Path | None, html: Path | None, plain: bool) -> bool:
 
     from fmq.stress import live, report, run
 
+    if html is not None:
+        # Before the run, which is not to be in vain.
+        from fmq.stress.page import to_html
+
     console = Console(force_terminal=False if plain else None)
     with (live.Panel if console.is_terminal else live.Lines)(console) as view:
         result = run(plan, view)
@@ -150,7 +154,5 @@ def _run(plan: Plan, json: Path | None, html: Path | None, plain: bool) -> bool:
     if json is not None:
         json.write_bytes(report.to_json(result) + b"\n")
     if html is not None:
-        from fmq.stress.page import to_html
-
         html.write_text(to_html(result))
     return result.good

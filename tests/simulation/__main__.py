@@ -115,9 +115,10 @@ def _show(reports: list[Report], seconds: float, console: Console) -> int:
     proofs = sorted((report for report in reports if report.mutation >= 0), key=lambda report: report.mutation)
     if proofs:
         table = Table(title=f"{len(proofs)} deliberate faults", title_justify="left")
-        table.add_column("fault", no_wrap=True, min_width=max(len(mutation.name) for mutation in MUTATIONS))
-        table.add_column("caught as", no_wrap=True, ratio=1)
-        table.add_column("schedules", justify="right")
+        longest = max(len(mutation.name) for mutation in MUTATIONS)
+        table.add_column("fault", width=longest)
+        table.add_column("caught as", width=max(20, console.width - longest - 19), no_wrap=True)
+        table.add_column("schedules", width=9, justify="right")
         for proof in proofs:
             escaped += not proof.caught
             table.add_row(MUTATIONS[proof.mutation].name, proof.caught or "NOT CAUGHT", f"{proof.tries:,}")
