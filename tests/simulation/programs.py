@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fmq import Consumer, PeerUnavailableError, Producer, QueueEmptyError, QueueFullError, QueueTimeoutError
+from fmq import Consumer, PeerUnavailableError, Producer, QueueEmptyError, QueueFullError
 from tests.simulation.oracle import Life, Oracle, Put, Ring, content
 from tests.simulation.patches import QUEUE
 from tests.simulation.world import Broken, EndOfSchedule, Killed, Process, World
@@ -85,7 +85,7 @@ class ProducerProgram:
         try:
             if self._world.lock_holder is not None:
                 producer.flush(timeout=None)
-        except (QueueTimeoutError, PeerUnavailableError):
+        except PeerUnavailableError:
             if not self._world.kills:
                 raise
 
