@@ -13,6 +13,7 @@ from engine.patch_stats import patch_stats
 from engine.serve import Replies, Served, serve
 from engine.tensors import load_paddle
 from fmq import Consumer, ShmqError
+from shmq import collect
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,6 +40,8 @@ def run(
     replies = Replies(namespace)
     try:
         with Consumer(queue, namespace=namespace) as consumer:
+            # An engine that was killed leaves the rings of its answers, whose queues may be gone with their processes.
+            collect(f"shmq:{consumer.namespace}:")
             print(f"engine: serving queue {queue}; stop with Ctrl-C", flush=True)
             serve(
                 consumer,

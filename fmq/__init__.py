@@ -19,7 +19,15 @@ from fmq.errors import (
 from fmq.lifetime import exit_on_signals
 from fmq.message import Message, SetAside
 from fmq.producer import AsyncProducer, Producer
-from shmq.errors import CorruptRecordError, SegmentError, SegmentSpaceError, ShmqError, TooLargeError, ViewsHeldError
+from shmq.errors import (
+    CorruptRecordError,
+    SegmentError,
+    SegmentLimitError,
+    SegmentSpaceError,
+    ShmqError,
+    TooLargeError,
+    ViewsHeldError,
+)
 
 __all__ = [
     "AsyncConsumer",
@@ -42,6 +50,7 @@ __all__ = [
     "QueueNameError",
     "QueueTimeoutError",
     "SegmentError",
+    "SegmentLimitError",
     "SegmentSpaceError",
     "SetAside",
     "ShmqError",

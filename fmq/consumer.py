@@ -16,7 +16,7 @@ from typing import Any
 
 from fmq import codec, encoding
 from fmq.doorbell import ConsumerBell, Nudge
-from fmq.errors import ClosedError, ForkedError, ProtocolError, QueueEmptyError
+from fmq.errors import ClosedError, ForkedError, ProtocolError, QueueEmptyError, QueueInUseError
 from fmq.lifetime import close_at_exit, collected
 from fmq.message import Message, SetAside, Source
 from fmq.paths import QueueLock, QueuePath
@@ -48,6 +48,9 @@ _QUICK_TURN = 0.002
 _LONGEST_TURN = 64
 """Seconds that the turn of a ring should take, and how many messages it may deliver at most."""
 
+_CLAIM_TRIES = 20
+_CLAIM_PAUSE = 0.01
+
 _NUMBERS = (float, int)
 
 
@@ -78,13 +81,14 @@ class ConsumerBase:
         _check_limits(max_deliveries, warn_held)
         decoder = codec.Decoder(type)
         self._queue_lock = QueueLock(self._path)
-        self._queue_lock.acquire()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._path.tidy)
+            self._queue_lock.acquire()
+            undo.callback(self._queue_lock.release)
+            self._nudge = Nudge()
+            undo.callback(self._nudge.close)
             self._bell = ConsumerBell(self._path.endpoint)
-        except BaseException:
-            self._queue_lock.release()
-            raise
-        self._nudge = Nudge()
+            undo.pop_all()
         self._protocol = ConsumerProtocol(
             QueueRings(self._path, max_deliveries or 0),
             time.time_ns(),
@@ -110,15 +114,35 @@ class ConsumerBase:
         self._may_spin = len(os.sched_getaffinity(0)) > 1
         abandon_in_child(self)
         close_at_exit(self)
-        for finding in collect(self._path.rings):
-            if finding.removed:
-                logger.info("queue %s: removed %s: %s", self.queue, finding.name, finding.reason)
-        self._protocol.discover()
+        try:
+            for finding in collect(self._path.rings):
+                if finding.removed:
+                    logger.info("queue %s: removed %s: %s", self.queue, finding.name, finding.reason)
+            self._discover_first()
+        except BaseException:
+            self._shut()
+            raise
+
+    def _discover_first(self) -> None:
+        """Attach the rings that are there. Raises QueueInUseError if one of them has another consumer."""
+        for _ in range(_CLAIM_TRIES):
+            self._protocol.discover()
+            in_use = [error for error in self._protocol.postponed.values() if isinstance(error, QueueInUseError)]
+            if not in_use:
+                return
+            # The kernel may be about to take down the consumer before.
+            time.sleep(_CLAIM_PAUSE)
+        raise in_use[0]
 
     @property
     def queue(self) -> str:
         """The name of the queue."""
         return self._path.queue
+
+    @property
+    def namespace(self) -> str:
+        """The namespace that the queue is in."""
+        return self._path.namespace
 
     @property
     def closed(self) -> bool:
@@ -183,8 +207,14 @@ class ConsumerBase:
     def _take_many(self, first: Message, limit: int) -> list[Message]:
         messages = [first]
         with self._lock:
+            if self._refusal is None and self._protocol.is_suspect(first):
+                # Alone, so that it is known who is to blame if this consumer dies, too.
+                return messages
             try:
                 while len(messages) < limit and (message := self._take_one()) is not None:
+                    if self._protocol.is_suspect(message):
+                        self._protocol.put_back(message)
+                        break
                     messages.append(message)
             except ShmqError as error:
                 # Not now: it would take along what was taken already.
@@ -240,7 +270,8 @@ class ConsumerBase:
         return heard
 
     def _report(self, error: Exception) -> None:
-        logger.warning("queue %s: a ring is left out: %s", self.queue, error)
+        # As text: a record of the error itself would keep its traceback, and the frames in it.
+        logger.warning("queue %s: a ring is left out: %s", self.queue, str(error))
 
     def set_aside(self) -> list[SetAside]:
         """The messages that are kept because too many consumers died with them, to be read or discarded."""
@@ -376,6 +407,9 @@ class ConsumerBase:
         if hasattr(self, "_refusal"):
             collected(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("a consumer can't be copied, nor sent to another process; close it, and make one there")
+
     def abandon(self) -> None:
         """In a forked child: refuse every further use. Called by the fork itself."""
         self._refuse(
@@ -432,7 +466,10 @@ class Consumer(ConsumerBase):
             self._turn.release()
 
     def get_many(self, limit: int = 1024, *, timeout: float | None = None) -> list[Message]:
-        """All messages that are there, one at least, ``limit`` at most. Waits and raises as ``get`` for the first."""
+        """All messages that are there, one at least, ``limit`` at most. Waits and raises as ``get`` for the first.
+
+        A message with which a consumer died comes alone: if it is to blame, no other is set aside with it.
+        """
         _check_limit(limit)
         return self._take_many(self.get(timeout=timeout), limit)
 

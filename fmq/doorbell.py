@@ -24,10 +24,17 @@ _QUEUED = 16
 
 class _Bell:
     def __init__(self, kind: int) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        try:
+            self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        except zmq.ZMQError as error:
+            raise FmqError(f"a doorbell's socket can't be made: {error}; raise the limit (ulimit -n)") from error
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        # A copy: ZeroMQ closes its own as soon as the socket is closed, be it polled or not.
-        self._fd = os.dup(int(self._socket.getsockopt(zmq.FD)))
+        try:
+            # A copy: ZeroMQ closes its own as soon as the socket is closed, be it polled or not.
+            self._fd = os.dup(int(self._socket.getsockopt(zmq.FD)))
+        except OSError as error:
+            self._socket.close(linger=0)
+            raise FmqError(f"a doorbell's descriptor can't be had: {error}; raise the limit (ulimit -n)") from error
 
     def fileno(self) -> int:
         """The descriptor to poll for reading; it stays open until ``close_descriptor``."""
@@ -107,7 +114,10 @@ class Nudge:
     """Wakes a thread of this process that polls ``fileno``. ``set`` may be called by any thread, in any finalizer."""
 
     def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            raise FmqError(f"a descriptor for wake-ups can't be had: {error}; raise the limit (ulimit -n)") from error
 
     def fileno(self) -> int:
         """The descriptor to poll for reading."""

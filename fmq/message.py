@@ -98,7 +98,8 @@ class Message(msgspec.Struct, eq=False, weakref=True):
         offset = self._offset
         if offset < 0:
             return self.payload
-        if self._lease is not None:
+        # A consumer that was closed had no views left, so what is there is private already.
+        if self._lease is not None and not self._source.reader.closed:
             self.payload = self._source.copy(offset)
         self._offset = -1
         self._give_back(offset)
@@ -120,6 +121,17 @@ class Message(msgspec.Struct, eq=False, weakref=True):
 
     def __exit__(self, *exc: object) -> None:
         self.release()
+
+    def __copy__(self) -> Message:
+        # Two of them would give back the same space, the second time that of another message.
+        raise TypeError("a Message can't be copied or pickled; pass on its payload, or what detach() returns")
+
+    def __deepcopy__(self, memo: object) -> Message:
+        return self.__copy__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.__copy__()
+        raise AssertionError
 
     def __getattr__(self, name: str) -> Any:
         if name == "payload":

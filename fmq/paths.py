@@ -37,7 +37,8 @@ class QueuePath:
         self.namespace = _check_name("namespace", namespace)
         if runtime_dir is not None and not isinstance(runtime_dir, str | os.PathLike):
             raise QueueNameError(f"a runtime directory is a path; this one is {runtime_dir!r}")
-        self._runtime = os.fspath(runtime_dir or default_runtime_dir())
+        # Absolute, for the process may change its directory.
+        self._runtime = os.path.abspath(os.fspath(runtime_dir or default_runtime_dir()))
         self.directory = os.path.join(self._runtime, namespace)
         self.socket = os.path.join(self.directory, f"{queue}.sock")
         self.lock = os.path.join(self.directory, f"{queue}.lock")
@@ -112,7 +113,9 @@ class QueueLock:
             fd = os.open(self._path.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             return False
-        with contextlib.suppress(BlockingIOError):
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _same_file(fd, self._path.lock):
                 os.ftruncate(fd, 0)
@@ -120,8 +123,20 @@ class QueueLock:
                 self._fd = fd
                 abandon_in_child(self)
                 return True
-        os.close(fd)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._unusable(error) from error
+        finally:
+            if self._fd != fd:
+                os.close(fd)
         return False
+
+    def _unusable(self, error: OSError) -> FmqError:
+        return FmqError(
+            f"the lock file {self._path.lock} can't be made or written: {error}; make room, or set FMQ_RUNTIME_DIR to "
+            "a directory that can be written to"
+        )
 
     def release(self) -> None:
         """Remove the lock file and drop the lock. Idempotent."""
@@ -139,12 +154,15 @@ class QueueLock:
 
 
 def consumer_is_alive(path: QueuePath) -> bool:
-    """Whether a process (running or stopped) holds the consumer's lock of a queue."""
+    """Whether a process (running or stopped) holds the consumer's lock of a queue, or it can't be told."""
     with no_fork:
         try:
             fd = os.open(path.lock, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        except OSError:
+            # No descriptor left, say. Nobody is taken for dead for that.
+            return True
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

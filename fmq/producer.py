@@ -117,6 +117,11 @@ class ProducerBase:
         return self._path.queue
 
     @property
+    def namespace(self) -> str:
+        """The namespace that the queue is in."""
+        return self._path.namespace
+
+    @property
     def ring(self) -> str:
         """The name of the segment that holds this producer's ring."""
         return self._writer.segment.name
@@ -292,7 +297,20 @@ class ProducerBase:
                 if self._refusal is None:
                     self._protocol.end_wait()
 
+    def _nameless(self) -> str:
+        """What is to be said if somebody has removed the ring's name; else empty."""
+        with self._lock:
+            if self._refusal is not None or self._writer.segment.is_linked():
+                return ""
+        return (
+            f"queue {self.queue} in {self._path.namespace}: somebody has removed the ring {self.ring} from /dev/shm, "
+            "so that no consumer finds it; make another producer and put again what it had not finished "
+            "(systemd removes the files of users who log out: RemoveIPC in logind.conf)"
+        )
+
     def _expired(self) -> Exception:
+        if nameless := self._nameless():
+            return PeerUnavailableError(nameless)
         if not consumer_is_alive(self._path):
             return PeerUnavailableError(
                 f"queue {self.queue} in {self._path.namespace}: the ring of {self._writer.size:,} bytes is full, "
@@ -318,6 +336,8 @@ class ProducerBase:
         )
 
     def _not_flushed(self) -> Exception:
+        if nameless := self._nameless():
+            return PeerUnavailableError(nameless)
         if not consumer_is_alive(self._path):
             return self._no_consumer()
         return QueueTimeoutError(self._unfinished() + "the time is over; the consumer is slow, or holds them")
@@ -335,10 +355,13 @@ class ProducerBase:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _shut(self, drained: bool) -> None:
+        nameless = self._nameless()
         with self._lock:
             if self._refusal is not None:
                 return
             unfinished = self._writer.unfinished()
+            if nameless and unfinished:
+                logger.error("%s; %d messages are lost", nameless, unfinished)
             aside = self._writer.set_aside()
             remove = drained and not aside
             self._refuse(ClosedError(f"this producer of queue {self.queue} was closed; make another one"))
@@ -367,6 +390,9 @@ class ProducerBase:
     def __del__(self) -> None:
         if hasattr(self, "_refusal"):
             collected(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("a producer can't be copied, nor sent to another process; make one there, of the same queue")
 
     def abandon(self) -> None:
         """In a forked child: refuse every further use. Called by the fork itself."""

@@ -38,7 +38,7 @@ from typing import Any, Protocol
 
 from fmq import wire
 from fmq.encoding import RAW
-from fmq.errors import ProtocolError
+from fmq.errors import ProtocolError, QueueInUseError
 from fmq.message import Message, Source
 from shmq import (
     CorruptRecordError,
@@ -46,6 +46,7 @@ from shmq import (
     Record,
     RingReader,
     RingWriter,
+    SegmentLimitError,
     SegmentMissingError,
     ShmqError,
     fence,
@@ -130,7 +131,10 @@ class Rings(Protocol):
         """The names of all rings of the queue that are there."""
 
     def attach(self, name: str, epoch: int) -> RingReader:
-        """Attach a ring. Raises a SegmentError for what can't be read as one, SegmentMissingError if it is gone."""
+        """Attach a ring. Raises a SegmentError for what can't be read as one, SegmentMissingError if it is gone.
+
+        Raises QueueInUseError or SegmentLimitError for what may be read later.
+        """
 
     def remove(self, name: str) -> None:
         """Remove a drained orphan and its spill segments."""
@@ -165,6 +169,8 @@ class ConsumerProtocol:
         self._sources: dict[str, Source] = {}
         self._order: deque[Source] = deque()
         self._refused: dict[str, str] = {}
+        self.postponed: dict[str, ShmqError] = {}
+        """Rings that could not be attached when they were looked for last, and may be the next time."""
         self._current: Source | None = None
         self._turn = 0
         self._sleeps = epoch
@@ -185,7 +191,9 @@ class ConsumerProtocol:
         if source is not None:
             source.address = address
         if isinstance(frame, wire.Hello):
-            problem = "" if source is not None else self._refused.get(frame.ring, "it is not there")
+            problem = ""
+            if source is None:
+                problem = self._refused.get(frame.ring) or str(self.postponed.get(frame.ring, "it is not there"))
             return [(address, wire.encode(wire.Welcome(wire.VERSION, problem)))]
         return []
 
@@ -260,6 +268,16 @@ class ConsumerProtocol:
             raise
         return Message(payload, sequence, timestamp, deliveries, source, offset, lease)
 
+    def is_suspect(self, message: Message) -> bool:
+        """Whether a consumer died that had this message, which was just taken: it may be the one to blame."""
+        reader = message._source.reader
+        return message.deliveries > 0 and not reader.closed and reader.deaths(message._offset) > 0
+
+    def put_back(self, message: Message) -> None:
+        """Undo the last ``take``, which gave this message: the next one gives it."""
+        offset, message._offset = message._offset, -1
+        message._source.reader.put_back(offset, message.deliveries)
+
     def has_more(self) -> bool:
         """Whether a ring has something to look at."""
         return any(source.reader.has_more() for source in self._order)
@@ -288,12 +306,21 @@ class ConsumerProtocol:
 
     def discover(self) -> None:
         """Attach the rings of the queue that are not attached yet."""
-        for name in self._rings.names():
+        known, self.postponed = self.postponed, {}
+        try:
+            names = self._rings.names()
+        except SegmentLimitError as error:
+            self._postpone("", error, known)
+            return
+        for name in names:
             if name in self._sources or name in self._refused:
                 continue
             try:
                 reader = self._rings.attach(name, self._epoch)
             except SegmentMissingError:
+                continue
+            except (QueueInUseError, SegmentLimitError) as error:
+                self._postpone(name, error, known)
                 continue
             except ShmqError as error:
                 self._refused[name] = str(error)
@@ -303,6 +330,12 @@ class ConsumerProtocol:
             reader.on_set_aside = functools.partial(self._set_aside, source)
             self._sources[name] = source
             self._order.append(source)
+
+    def _postpone(self, name: str, error: ShmqError, known: dict[str, ShmqError]) -> None:
+        # Without the traceback, whose frames would keep alive what is in them.
+        self.postponed[name] = error.with_traceback(None)
+        if name not in known:
+            self._report(error)
 
     def tidy(self) -> None:
         """Adopt the rings whose owners are gone, and remove those of them that are drained (rule 6)."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 
+from fmq.errors import QueueInUseError
 from fmq.paths import QueuePath
 from shmq import RingReader, RingWriter, Segment, SegmentError, SegmentMissingError
+from shmq.layout import CONSUMER_PID
 from shmq.segment import names, unlink
 from shmq.writer import check_ring_size
 
@@ -22,9 +24,20 @@ class QueueRings:
         return [name for name in names(self._prefix) if "." not in name[len(self._prefix) :]]
 
     def attach(self, name: str, epoch: int) -> RingReader:
-        """Attach a ring for reading. Raises a SegmentError or a CorruptRecordError."""
+        """Attach a ring for reading. Raises a SegmentError, a CorruptRecordError, or QueueInUseError.
+
+        Whoever has the queue's lock is the only consumer that knows this lock. Another one may hold one elsewhere.
+        """
         segment = Segment.attach(name)
         try:
+            if not segment.claim():
+                pid = int(segment.words[CONSUMER_PID])
+                raise QueueInUseError(
+                    f"ring {name} has a consumer already, process {pid}, which has another runtime directory or whose "
+                    "lock file was removed; give all processes of a host the same FMQ_RUNTIME_DIR, or use another "
+                    "namespace (FMQ_NAMESPACE)",
+                    pid,
+                )
             return RingReader(segment, epoch=epoch, max_deliveries=self._max_deliveries)
         except BaseException:
             segment.close()

@@ -13,6 +13,7 @@ import numbers
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor
+from threading import TIMEOUT_MAX
 from typing import TypeAlias, TypeVar
 
 from fmq.doorbell import wait_readable
@@ -29,7 +30,11 @@ def deadline_of(timeout: float | None) -> float:
         raise TypeError(f"a timeout is a number of seconds, or None for no limit; this one is {timeout!r}")
     if not timeout >= 0:
         raise ValueError(f"a timeout is a number of seconds from 0 on, or None for no limit; this one is {timeout!r}")
-    return time.monotonic() + timeout
+    try:
+        seconds = float(timeout)
+    except OverflowError:
+        seconds = TIMEOUT_MAX
+    return time.monotonic() + min(seconds, TIMEOUT_MAX)
 
 
 def run(

@@ -23,6 +23,10 @@ class SegmentSpaceError(SegmentError):
     """The shared-memory directory has no room for the bytes that were asked for."""
 
 
+class SegmentLimitError(SegmentError):
+    """This process, or the host, has reached a limit: of descriptors, of address space. The segment is not to blame."""
+
+
 class ForeignSegmentError(SegmentError):
     """The file under the segment's name was not made by shmq."""
 

@@ -220,8 +220,20 @@ class RingReader:
         """Undo the last ``take``, which gave ``offset`` and ``deliveries``: the next one gives the same message."""
         self._leases.pop(offset, None)
         start = HEADER_BYTES + offset
+        if deliveries:
+            self._words[(start >> 3) + DELIVERIES_WORD] -= 1
+            self._words[REDELIVERED_COUNT] -= 1
         self._memory[start + RELEASE_BYTE] = RETURNED if deliveries else PENDING
         self._offset, self._position = offset, self._words[start >> 3]
+
+    def deaths(self, offset: int) -> int:
+        """How many consumers died with a message that is taken."""
+        return self._words[((HEADER_BYTES + offset) >> 3) + DELIVERIES_WORD] // DEATH
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed; then nothing is looked at any more."""
+        return self._closed
 
     def _count_delivery(self, offset: int, state: int, deliveries: int) -> int:
         deliveries = deliveries + (1 if state == RETURNED else DEATH + 1) & _WORD
@@ -588,7 +600,8 @@ class RingReader:
     def _hand_back(self) -> None:
         with contextlib.suppress(CorruptRecordError):
             for record in self.records():
-                if record.state == TAKEN:
+                # What lies further on was taken by a reader before, which died with it.
+                if record.state == TAKEN and record.position < self._position:
                     self._memory[HEADER_BYTES + record.offset + RELEASE_BYTE] = RETURNED
 
     def retire(self) -> None:

@@ -26,6 +26,7 @@ from shmq.errors import (
     LayoutVersionError,
     SegmentError,
     SegmentExistsError,
+    SegmentLimitError,
     SegmentMissingError,
     SegmentSpaceError,
     TruncatedSegmentError,
@@ -38,6 +39,13 @@ MAKING = "making-"
 MAX_NAME_BYTES = 240
 
 _SYSTEM_ERRORS = (OSError, ValueError, posix_ipc.Error)
+_LIMITS = {
+    errno.EMFILE: "this process has no descriptor left (ulimit -n)",
+    errno.ENFILE: "the host has no descriptor left (fs.file-max)",
+    errno.ENOMEM: "this process has reached its limit of address space (ulimit -v) or of mappings (vm.max_map_count)",
+}
+_READER_LOCK = struct.pack("@hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+"""A struct flock for the first byte."""
 _KINDS = {layout.RING_MAGIC: "ring", layout.SPILL_MAGIC: "spill segment"}
 
 
@@ -79,7 +87,7 @@ class Segment:
         except posix_ipc.ExistentialError:
             raise SegmentExistsError(f"segment {name} is being made by somebody else; choose another name") from None
         except _SYSTEM_ERRORS as error:
-            raise SegmentError(f"segment {name} can't be created in {DIRECTORY}: {error}") from error
+            raise _system_error(f"segment {name} can't be created in {DIRECTORY}", error) from error
         try:
             with _Descriptor(handle.fd) as fd, _Descriptor(_open(making)) as lock:
                 if not _lock(lock.fd) or os.fstat(lock.fd).st_nlink == 0:
@@ -92,6 +100,9 @@ class Segment:
                 except FileExistsError:
                     segment.close()
                     raise SegmentExistsError(f"segment {name} exists already; choose another name") from None
+                except OSError as error:
+                    segment.close()
+                    raise _system_error(f"segment {name} can't be given its name in {DIRECTORY}", error) from error
         finally:
             unlink(making)
         return segment
@@ -137,6 +148,17 @@ class Segment:
     def adopt(self) -> bool:
         """Take the owner's lock if the owner is dead. True if it is this process's now; never waits."""
         return self._lock_fd >= 0 and _lock(self._lock_fd)
+
+    def claim(self) -> bool:
+        """Become the one that reads this ring, until ``close``. False if somebody else is; never waits.
+
+        A lock of its own kind (an open file description lock), which the owner's does not meet.
+        """
+        try:
+            fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLK, _READER_LOCK)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
 
     def is_linked(self) -> bool:
         """Whether the segment still has its name."""
@@ -213,13 +235,16 @@ def unlink(name: str) -> bool:
     except posix_ipc.ExistentialError:
         return False
     except _SYSTEM_ERRORS as error:
-        raise SegmentError(f"segment {name} can't be removed: {error}") from error
+        raise _system_error(f"segment {name} can't be removed", error) from error
     return True
 
 
 def names(prefix: str) -> list[str]:
-    """The names of all segments (shmq's or not) that begin with ``prefix``, oldest name first by spelling."""
-    return sorted(name for name in os.listdir(DIRECTORY) if name.startswith(prefix))
+    """The names of all segments (shmq's or not) that begin with ``prefix``, sorted. Raises SegmentError."""
+    try:
+        return sorted(name for name in os.listdir(DIRECTORY) if name.startswith(prefix))
+    except OSError as error:
+        raise _system_error(f"{DIRECTORY} can't be listed", error) from error
 
 
 def is_owned(name: str) -> bool:
@@ -248,14 +273,26 @@ def _open(name: str) -> int:
     except posix_ipc.ExistentialError:
         raise SegmentMissingError(f"there is no segment {name} in {DIRECTORY}; its owner has removed it") from None
     except _SYSTEM_ERRORS as error:
-        raise SegmentError(f"segment {name} can't be opened: {error}") from error
+        raise _system_error(f"segment {name} can't be opened", error) from error
+
+
+def _system_error(what: str, error: Exception) -> SegmentError:
+    number = getattr(error, "errno", None)
+    if number is None and "files" in str(error):
+        # posix_ipc's own words for both limits of descriptors.
+        number = errno.EMFILE
+    if number in _LIMITS:
+        return SegmentLimitError(f"{what}: {error}; {_LIMITS[number]}")
+    if number == errno.ENOSPC:
+        return SegmentSpaceError(f"{what}: {error}; it may have no inode left (df -i {DIRECTORY})")
+    return SegmentError(f"{what}: {error}")
 
 
 def _open_again(name: str, fd: int) -> int:
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise SegmentError(f"segment {name} can't be opened: {error}") from error
+        raise _system_error(f"segment {name} can't be opened", error) from error
 
 
 def _check_name(name: str) -> None:
@@ -335,10 +372,7 @@ def _map(name: str, fd: int, size: int) -> mmap.mmap:
     try:
         return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError as error:
-        raise SegmentSpaceError(
-            f"{size:,} bytes of segment {name} can't be mapped: {error}; this process may have reached its limit of "
-            "address space (ulimit -v) or of mappings (vm.max_map_count)"
-        ) from error
+        raise _system_error(f"{size:,} bytes of segment {name} can't be mapped", error) from error
 
 
 no_fork = threading.RLock()

@@ -405,7 +405,7 @@ def test_a_mapping_that_the_kernel_refuses_is_a_typed_error(make_name: Any, monk
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("shmq.segment.mmap.mmap", refuse)
-    with pytest.raises(fmq.SegmentSpaceError, match=r"can't be mapped: .*ulimit -v"):
+    with pytest.raises(fmq.SegmentLimitError, match=r"can't be mapped: .*ulimit -v"):
         Segment.create(make_name(), 4096)
 
 

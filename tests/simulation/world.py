@@ -305,6 +305,10 @@ class Segment:
         """Who has it mapped."""
         return self._process
 
+    def claim(self) -> bool:
+        """As of the real one; the queue's lock sees to it that nobody else is there."""
+        return self._is_open
+
     def adopt(self) -> bool:
         """As of the real one."""
         self._world.step()
