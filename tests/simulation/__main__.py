@@ -123,6 +123,8 @@ def _show(reports: list[Report], seconds: float, console: Console) -> int:
             escaped += not proof.caught
             table.add_row(MUTATIONS[proof.mutation].name, proof.caught or "NOT CAUGHT", f"{proof.tries:,}")
         console.print(table)
+    caught = f"{len(proofs) - escaped} of {len(proofs)} deliberate faults were caught, and " if proofs else ""
+    console.print(f"{caught}{len(failures)} schedules broke a promise.", highlight=False)
     for failure in failures:
         console.print(failure, markup=False, highlight=False, soft_wrap=True)
     return int(bool(failures or escaped))
