@@ -25,6 +25,7 @@ from fmq import (
     AsyncConsumer,
     AsyncProducer,
     Consumer,
+    Message,
     PeerUnavailableError,
     Producer,
     QueueEmptyError,
@@ -227,6 +228,15 @@ def fill(producer: Producer, obj: Any = bytes(4000)) -> int:
         except (QueueFullError, PeerUnavailableError):
             return count
         count += 1
+
+
+def take_all(consumer: Consumer) -> list[Message]:
+    """Take everything, what consumers died with (which comes one by one) included."""
+    messages = []
+    with contextlib.suppress(QueueEmptyError):
+        while True:
+            messages.append(consumer.get(timeout=0))
+    return messages
 
 
 def drain(consumer: Consumer) -> list[int]:
