@@ -180,8 +180,8 @@ def _address(array: Array) -> int:
 # -- from the ring ----------------------------------------------------------------------------------------------------
 
 
-def array_over(view: Buffer | None, tag: str, shape: tuple[int, ...]) -> Array:
-    """An array over a 1-D uint8 view, which it keeps alive; None for an empty one. It is writable if the view is.
+def array_over(view: Buffer | memoryview | None, tag: str, shape: tuple[int, ...]) -> Array:
+    """An array over a 1-D view of bytes, which it keeps alive; None for an empty one. It is writable if the view is.
 
     Tag and shape may be anything, but for negative dimensions: raises DecodeError if the view is not just as long.
     """
