@@ -3,6 +3,7 @@
 from fmq.consumer import AsyncConsumer, Consumer
 from fmq.errors import (
     ClosedError,
+    CodecRefusedError,
     DecodeError,
     DTypeError,
     EncodeError,
@@ -33,6 +34,7 @@ __all__ = [
     "AsyncConsumer",
     "AsyncProducer",
     "ClosedError",
+    "CodecRefusedError",
     "Consumer",
     "CorruptRecordError",
     "DTypeError",

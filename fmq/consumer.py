@@ -11,10 +11,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
-from fmq import codec, encoding
+from fmq import encoding
 from fmq.doorbell import ConsumerBell, Nudge
 from fmq.errors import ClosedError, ForkedError, ProtocolError, QueueEmptyError, QueueInUseError
 from fmq.lifetime import close_at_exit, collected
@@ -61,6 +61,9 @@ class ConsumerBase:
     or not). With ``type`` (a msgspec.Struct, say) payloads are checked and converted while they are decoded, and what
     does not fit raises DecodeError from ``get``. What was put before is delivered, whether its producer lives or not.
 
+    ``accept`` names the codecs that are decoded; for a message of another one ``get`` raises CodecRefusedError. With
+    "pickle" in it, everyone who can write to the queue can run code in this process, and there can be no ``type``.
+
     A message with which ``max_deliveries`` consumers died (None: any number) is set aside: not delivered any more, kept
     in its ring, logged, and told once to ``on_set_aside``, on whatever thread gets messages. A message that is held for
     ``warn_held`` seconds (None: never) is logged, once.
@@ -72,6 +75,7 @@ class ConsumerBase:
         *,
         namespace: str | None = None,
         type: Any = Any,
+        accept: Iterable[str] = ("msgpack",),
         max_deliveries: int | None = 3,
         on_set_aside: Callable[[SetAside], None] | None = None,
         warn_held: float | None = 60.0,
@@ -79,7 +83,7 @@ class ConsumerBase:
     ) -> None:
         self._path = QueuePath(queue, namespace, runtime_dir)
         _check_limits(max_deliveries, warn_held)
-        decoder = codec.Decoder(type)
+        decode = encoding.decoder(accept, type)
         self._queue_lock = QueueLock(self._path)
         with contextlib.ExitStack() as undo:
             undo.callback(self._path.tidy)
@@ -92,7 +96,7 @@ class ConsumerBase:
         self._protocol = ConsumerProtocol(
             QueueRings(self._path, max_deliveries or 0),
             time.time_ns(),
-            lambda kind, blob, views: encoding.decode(kind, blob, views, decoder.decode),
+            decode,
             self._released,
             self._report,
             self._note_set_aside,

@@ -57,5 +57,9 @@ class DecodeError(FmqError, ValueError):
     """The bytes of a message are not what the codec writes, or don't fit the type asked for."""
 
 
+class CodecRefusedError(DecodeError):
+    """A message is encoded in a way that its consumer was not told to accept: with pickle, say. It was not decoded."""
+
+
 class ProtocolError(FmqError):
     """A peer sent what the protocol does not know: another version of this package, or something else altogether."""

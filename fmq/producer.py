@@ -16,10 +16,18 @@ from typing import Any, SupportsIndex, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from fmq import codec
+from fmq import encoding
 from fmq.doorbell import ProducerBell
-from fmq.encoding import MSGPACK, RAW
-from fmq.errors import ClosedError, ForkedError, PeerUnavailableError, ProtocolError, QueueFullError, QueueTimeoutError
+from fmq.encoding import RAW
+from fmq.errors import (
+    ClosedError,
+    DTypeError,
+    ForkedError,
+    PeerUnavailableError,
+    ProtocolError,
+    QueueFullError,
+    QueueTimeoutError,
+)
 from fmq.lifetime import close_at_exit, collected
 from fmq.outgoing import INLINE_BYTES, Loans, Outgoing
 from fmq.paths import QueuePath, consumer_is_alive
@@ -67,8 +75,9 @@ class ProducerBase:
 
     ``queue`` and ``namespace`` name the queue (the namespace is by default ``$FMQ_NAMESPACE`` or "default");
     ``ring_size`` and ``spill_limit`` are bytes of shared memory, the first allocated now, the second at most, when
-    needed. Neither a consumer nor anything else has to be there. Raises QueueNameError, SegmentSpaceError,
-    SegmentError.
+    needed. Neither a consumer nor anything else has to be there. ``codec`` is "msgpack", or "pickle" for objects that
+    msgpack lacks, which the consumer has to accept. Raises QueueNameError, SegmentSpaceError, SegmentError, and
+    ValueError for a codec that is none.
     """
 
     def __init__(
@@ -78,8 +87,10 @@ class ProducerBase:
         namespace: str | None = None,
         ring_size: int = RING_SIZE,
         spill_limit: int = SPILL_LIMIT,
+        codec: str = "msgpack",
         runtime_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        self._encoding, self._encode_tree = encoding.encoder(codec)
         self._path = QueuePath(queue, namespace, runtime_dir)
         self._path.make_directory()
         try:
@@ -140,8 +151,8 @@ class ProducerBase:
     def _encode(self, obj: Any) -> tuple[int, bytes, list[NDArray[Any]]]:
         if type(obj) is bytes:
             return RAW, obj, []
-        blob, buffers = codec.encode(obj)
-        return MSGPACK, blob, buffers
+        blob, buffers = self._encode_tree(obj)
+        return self._encoding, blob, buffers
 
     def _post_small(self, encoding: int, blob: bytes, ttl: float | None) -> int | None:
         """Post a message that is all blob. None if there is no room."""
@@ -571,7 +582,7 @@ def _expires(ttl: float) -> int:
 def _array_size(shape: int | tuple[int, ...], dtype: DTypeLike) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     dtype = np.dtype(dtype)
     if dtype.hasobject or dtype.names is not None:
-        raise codec.DTypeError(f"an array of dtype {dtype} can't lie in shared memory; use a plain numeric dtype")
+        raise DTypeError(f"an array of dtype {dtype} can't lie in shared memory; use a plain numeric dtype")
     sizes = (shape,) if isinstance(shape, SupportsIndex) else shape
     shape = tuple(operator.index(size) for size in sizes)
     if any(size < 0 for size in shape):
