@@ -62,7 +62,8 @@ class ConsumerBase:
     does not fit raises DecodeError from ``get``. What was put before is delivered, whether its producer lives or not.
 
     ``accept`` names the codecs that are decoded; for a message of another one ``get`` raises CodecRefusedError. With
-    "pickle" in it, everyone who can write to the queue can run code in this process, and there can be no ``type``.
+    "pickle" in it, everyone who can write to the queue can run code in this process, and there can be no ``type``; what
+    runs while a message is unpickled must not use this consumer, whose lock is held.
 
     A message with which ``max_deliveries`` consumers died (None: any number) is set aside: not delivered any more, kept
     in its ring, logged, and told once to ``on_set_aside``, on whatever thread gets messages. A message that is held for

@@ -81,6 +81,8 @@ def encode(obj: Any) -> Encoded:
         raise EncodeError(
             "the message is nested too deep for pickle, or for what is left of the stack; flatten it"
         ) from None
+    except MemoryError:
+        raise
     except Exception as error:
         # Reducers are anybody's code and raise anything.
         raise _explained(obj, error) from error
