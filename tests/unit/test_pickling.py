@@ -303,11 +303,11 @@ def test_the_same_memory_with_another_shape_or_dtype_is_another_array() -> None:
     assert found[3] is found[0]
 
 
-def test_a_private_copy_has_writable_arrays(place: Place) -> None:
+def test_a_private_copy_has_writable_arrays_and_memoryviews_that_are_not(place: Place) -> None:
     producer, consumer = place.producer(codec="pickle"), place.consumer(accept=BOTH)
     frozen = np.arange(1000)
     frozen.flags.writeable = False
-    producer.put({"a": Position(0, frozen), "s": np.zeros(3, STRUCTURED), "b": bytes(5000)})
+    producer.put({"a": Position(0, frozen), "s": np.zeros(3, STRUCTURED), "b": bytes(5000), "m": memoryview(b"abc")})
     message = consumer.get(timeout=0)
     found = message.detach()
     settle(consumer)
@@ -315,6 +315,8 @@ def test_a_private_copy_has_writable_arrays(place: Place) -> None:
     found["a"].length[:] = 1
     found["s"]["x"] = 2
     assert found["b"] == bytes(5000)
+    assert found["m"] == b"abc"
+    assert found["m"].readonly
 
 
 # -- bytes and other buffers ------------------------------------------------------------------------------------------
@@ -606,12 +608,16 @@ def test_what_a_class_leaves_out_of_its_state_is_not_to_blame() -> None:
     assert round_trip(class_with_lock).value == 5
     with pytest.raises(EncodeError, match=r"^\$\.b: function can't be pickled"):
         encode({"a": class_with_lock, "b": lambda: 1})
+    # The lock comes first, but the value is the reason.
+    class_with_lock.value = local()
+    with pytest.raises(EncodeError, match=r"^\$\.a: LeavesOut can't be pickled \(.*local"):
+        encode({"a": class_with_lock})
 
 
 class LeavesOut:
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.value = 5
+        self.value: Any = 5
 
     def __getstate__(self) -> dict[str, Any]:
         return {"value": self.value}
