@@ -18,7 +18,8 @@ Object arrays, subclasses of ndarray and everything else is as pickle has it, an
 hand to it as ``pickle.PickleBuffer``: from OUT_OF_BAND bytes on they are buffers of the message too.
 
 pickle lets nobody see bytes but ``persistent_id``, which it calls for every object: 100,000 token ids take 6.6 ms with
-it, and 1.4 without. So a message is pickled without, and once more, with it, if large bytes are found in the outcome.
+it, and 1.4 without. So a message is pickled without, and once more, with it, if large bytes are found in the outcome,
+which takes 0.4 ms to look for.
 
 Reducers of ``multiprocessing`` are not used. Those of Paddle put each tensor in a file that stays if nobody loads it.
 """
