@@ -86,6 +86,7 @@ class ConsumerBase:
         _check_limits(max_deliveries, warn_held)
         decode = encoding.decoder(accept, type)
         self._queue_lock = QueueLock(self._path)
+        self._path.make_directory()
         with contextlib.ExitStack() as undo:
             undo.callback(self._path.tidy)
             self._queue_lock.acquire()
