@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ def picture(shape: str) -> Picture:
                 spills[int(name.rpartition(".")[2])] = file.read()
         records = [entry[0] for entry in producer._writer._chain]
         held.clear()
+        gc.collect()
         consumer.close()
         producer.close(timeout=0)
     collect(place.path.rings, discard=True)
