@@ -319,6 +319,7 @@ class ConsumerBase:
         now = time.monotonic()
         if now - self._tidied >= _TIDY_SECONDS:
             self._tidied = now
+            self._bell.mind_descriptors()
             self._protocol.discover()
             self._protocol.tidy()
             for source, record, age in self._protocol.long_held(now, self._warn_held):

@@ -7,7 +7,9 @@ returns None, and after a ``send`` ``readable`` has to be asked, before one may 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import resource
 import select
 from collections.abc import Sequence
 
@@ -15,11 +17,15 @@ import zmq
 
 from fmq.errors import FmqError
 
+logger = logging.getLogger("fmq")
+
 _LINGER_MS = 100
 """How long closing may take for a Goodbye that is still on its way."""
 _RECONNECT_MS = 50
 _QUEUED = 16
 """How many frames of a producer may wait for a consumer to come; more would say nothing new."""
+_SPARE_DESCRIPTORS = 32
+"""With fewer left, nobody is let in: libzmq 4.3.5 aborts the process if it can't accept (ipc_listener.cpp:297)."""
 
 
 class _Bell:
@@ -93,6 +99,26 @@ class ConsumerBell(_Bell):
             self._socket.close(linger=0)
             self.close_descriptor()
             raise FmqError(f"the doorbell socket {endpoint} can't be bound: {error}") from error
+        self._listens = True
+
+    def mind_descriptors(self) -> None:
+        """Let nobody in while this process has hardly a descriptor left. To be called now and then.
+
+        Who is connected stays so; who is not tries again until it succeeds, and its messages are found all the same.
+        """
+        left = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _open_descriptors()
+        if self._listens and left < _SPARE_DESCRIPTORS:
+            logger.warning(
+                "%s lets no producer in: this process has %d descriptors left; raise the limit (ulimit -n)",
+                self._endpoint,
+                left,
+            )
+            self._socket.unbind(self._endpoint)
+            self._listens = False
+        elif not self._listens and left >= 2 * _SPARE_DESCRIPTORS:
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.bind(self._endpoint)
+                self._listens = True
 
     def send(self, address: bytes, frame: bytes) -> None:
         """Send a frame to one producer; one that is gone, or does not read, misses it."""
@@ -138,6 +164,14 @@ class Nudge:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _open_descriptors() -> int:
+    # The size of the directory is their number from Linux 6.2 on, and 0 before.
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
+    # No descriptor left to look with, or no /proc: then it is not known that there is room.
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def wait_readable(descriptors: Sequence[int], timeout: float) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ from fmq import (
 from fmq.paths import QueuePath
 from shmq import Segment
 from shmq.segment import DIRECTORY, names, unlink
-from tests.queues import Place, drain, eventually, fill, open_descriptors, place_fixture
+from tests.queues import DEADLINE_S, Child, Place, drain, eventually, fill, open_descriptors, place_fixture
 
 __all__ = ["place_fixture"]
 
@@ -63,6 +64,11 @@ def no_descriptors(left: int) -> Iterator[None]:
         for fd in taken:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def connected(consumer: Consumer) -> None:
+    """Wait until a producer's first frame has come: with no descriptor left libzmq dies of one more to accept."""
+    eventually(consumer._bell.readable, "a producer is connected")
 
 
 # -- one consumer, wherever its lock is -------------------------------------------------------------------------------
@@ -121,6 +127,7 @@ def test_a_ring_that_came_while_there_was_no_descriptor_is_read_when_there_is(
     consumer = place.consumer()
     producer = place.producer()
     producer.put("x")
+    connected(consumer)
     with no_descriptors(1), contextlib.suppress(ShmqError):
         consumer.get(timeout=0.2)
     assert "no descriptor left (ulimit -n)" in caplog.text
@@ -132,10 +139,11 @@ def test_a_ring_that_came_while_there_was_no_descriptor_is_read_when_there_is(
 def test_without_descriptors_every_error_has_a_type(place: Place, left: int) -> None:
     producer, consumer = place.producer(), place.consumer()
     producer.put("x")
+    connected(consumer)
     with no_descriptors(left):
         for make in (Producer, Consumer):
             with contextlib.suppress(ShmqError):
-                made = make(place.queue + "2", **place.where)
+                made = make(place.queue + make.__name__, **place.where)
                 made.close()
         for call in (
             lambda: producer.flush(timeout=0.01),
@@ -147,6 +155,34 @@ def test_without_descriptors_every_error_has_a_type(place: Place, left: int) -> 
                 call()
     drain(consumer)
     producer.flush(timeout=5)
+
+
+def at_its_limit(pipe: Connection, place: Place) -> None:
+    with place.consumer() as consumer:
+        with no_descriptors(3):
+            while consumer._bell._listens:
+                with contextlib.suppress(ShmqError):
+                    consumer.get(timeout=0.1)
+            pipe.send("nobody is let in")
+            pipe.recv()
+        with consumer.get(timeout=DEADLINE_S) as message:
+            pipe.send(message.payload)
+        while not consumer._bell._listens:
+            with contextlib.suppress(QueueEmptyError):
+                consumer.get(timeout=0.1)
+        pipe.send("let in again")
+
+
+def test_a_consumer_at_its_limit_of_descriptors_does_not_die_of_a_producer_that_connects(place: Place) -> None:
+    with Child(at_its_limit, place) as child:
+        assert child.hear() == "nobody is let in"
+        producer = place.producer()
+        producer.put("x")
+        child.tell("go on")
+        assert child.hear() == "x"
+        assert child.hear() == "let in again"
+        assert child.join() == 0
+        producer.flush(timeout=5)
 
 
 def test_a_segment_that_no_descriptor_is_left_for_says_so() -> None:
