@@ -20,8 +20,10 @@ from fmq.errors import (
 from fmq.lifetime import exit_on_signals
 from fmq.message import Message, SetAside
 from fmq.producer import AsyncProducer, Producer
+from fmq.topics import AsyncPublisher, AsyncSubscriber, Publisher, Subscriber
 from shmq.errors import (
     CorruptRecordError,
+    ReaderDroppedError,
     SegmentError,
     SegmentLimitError,
     SegmentSpaceError,
@@ -33,6 +35,8 @@ from shmq.errors import (
 __all__ = [
     "AsyncConsumer",
     "AsyncProducer",
+    "AsyncPublisher",
+    "AsyncSubscriber",
     "ClosedError",
     "CodecRefusedError",
     "Consumer",
@@ -46,16 +50,19 @@ __all__ = [
     "PeerUnavailableError",
     "Producer",
     "ProtocolError",
+    "Publisher",
     "QueueEmptyError",
     "QueueFullError",
     "QueueInUseError",
     "QueueNameError",
     "QueueTimeoutError",
+    "ReaderDroppedError",
     "SegmentError",
     "SegmentLimitError",
     "SegmentSpaceError",
     "SetAside",
     "ShmqError",
+    "Subscriber",
     "TooLargeError",
     "ViewsHeldError",
     "exit_on_signals",

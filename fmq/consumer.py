@@ -15,12 +15,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 from fmq import encoding
-from fmq.doorbell import ConsumerBell, Nudge
+from fmq.doorbell import ConsumerBell, Nudge, SubscriberBell
 from fmq.errors import ClosedError, ForkedError, ProtocolError, QueueEmptyError, QueueInUseError
 from fmq.lifetime import close_at_exit, collected
 from fmq.message import Message, SetAside, Source
 from fmq.paths import QueueLock, QueuePath
-from fmq.protocol import ConsumerProtocol
+from fmq.protocol import ConsumerProtocol, Rings
 from fmq.rings import QueueRings
 from fmq.waiting import LoopWaiter, Steps, deadline_of, run, run_async
 from shmq import Record, ShmqError, ViewsHeldError, collect
@@ -70,6 +70,10 @@ class ConsumerBase:
     ``warn_held`` seconds (None: never) is logged, once.
     """
 
+    _noun = "consumer"
+    _protocol_class = ConsumerProtocol
+    _on_set_aside: Callable[[SetAside], None] | None = None
+
     def __init__(
         self,
         queue: str,
@@ -82,21 +86,25 @@ class ConsumerBase:
         warn_held: float | None = 60.0,
         runtime_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._path = QueuePath(queue, namespace, runtime_dir)
         _check_limits(max_deliveries, warn_held)
-        decode = encoding.decoder(accept, type)
-        self._queue_lock = QueueLock(self._path)
-        self._path.make_directory()
+        path = QueuePath(queue, namespace, runtime_dir)
+        self._queue_lock = QueueLock(path)
+        self._on_set_aside = on_set_aside
+        self._begin(path, QueueRings(path, max_deliveries or 0), encoding.decoder(accept, type), warn_held)
+
+    def _begin(
+        self, path: QueuePath, rings: Rings, decode: Callable[[int, bytes, list[Any]], Any], warn_held: float | None
+    ) -> None:
+        self._path = path
+        path.make_directory()
         with contextlib.ExitStack() as undo:
-            undo.callback(self._path.tidy)
-            self._queue_lock.acquire()
-            undo.callback(self._queue_lock.release)
+            undo.callback(path.tidy)
             self._nudge = Nudge()
             undo.callback(self._nudge.close)
-            self._bell = ConsumerBell(self._path.endpoint)
+            self._bell = self._connect(undo)
             undo.pop_all()
-        self._protocol = ConsumerProtocol(
-            QueueRings(self._path, max_deliveries or 0),
+        self._protocol = self._protocol_class(
+            rings,
             time.time_ns(),
             decode,
             self._released,
@@ -105,7 +113,6 @@ class ConsumerBase:
             self._next_turn,
         )
         self._news: deque[SetAside] = deque()
-        self._on_set_aside = on_set_aside
         self._warn_held = math.inf if warn_held is None else warn_held
         self._turn_began = self._heard = time.monotonic()
         self._turn_length = 1
@@ -123,11 +130,22 @@ class ConsumerBase:
         try:
             for finding in collect(self._path.rings):
                 if finding.removed:
-                    logger.info("queue %s: removed %s: %s", self.queue, finding.name, finding.reason)
+                    logger.info("%s: removed %s: %s", self._path, finding.name, finding.reason)
             self._discover_first()
         except BaseException:
             self._shut()
             raise
+
+    def _connect(self, undo: contextlib.ExitStack) -> ConsumerBell | SubscriberBell:
+        """Become the one consumer, and hear producers. What ``undo`` is told is undone if that fails."""
+        self._queue_lock.acquire()
+        undo.callback(self._queue_lock.release)
+        return ConsumerBell(self._path.endpoint)
+
+    def _disconnect(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path.socket)
+        self._queue_lock.release()
 
     def _discover_first(self) -> None:
         """Attach the rings that are there. Raises QueueInUseError if one of them has another consumer."""
@@ -157,7 +175,7 @@ class ConsumerBase:
 
     def __repr__(self) -> str:
         state = "open" if self._refusal is None else "closed"
-        return f"<{type(self).__name__} of queue {self.queue!r}, {state}>"
+        return f"<{type(self).__name__} of {self._path!s}, {state}>"
 
     # -- at once ------------------------------------------------------------------------------------------------------
 
@@ -177,9 +195,9 @@ class ConsumerBase:
             with contextlib.suppress(IndexError):
                 aside = self._news.popleft()
                 logger.error(
-                    "queue %s: message %d of producer %s is set aside: it was handed out %d times, and each time its "
+                    "%s: message %d of producer %s is set aside: it was handed out %d times, and each time its "
                     "consumer died; Consumer.set_aside() has it for inspection",
-                    self.queue,
+                    self._path,
                     aside.sequence,
                     aside.producer,
                     aside.deliveries,
@@ -188,7 +206,7 @@ class ConsumerBase:
                     try:
                         self._on_set_aside(aside)
                     except Exception:
-                        logger.exception("queue %s: on_set_aside failed", self.queue)
+                        logger.exception("%s: on_set_aside failed", self.queue)
 
     def _next_turn(self) -> int:
         """Between two turns of the rings: hear producers who came while there was always something to take.
@@ -252,7 +270,7 @@ class ConsumerBase:
     def _wake_producers(self) -> None:
         frames = self._protocol.spaces()
         for address, frame in frames:
-            self._bell.send(address, frame)
+            self._bell.send_to(address, frame)
         if frames and self._bell.readable():
             # Sending may have used up the edge that a sleeping thread waits for.
             self._nudge.set()
@@ -265,19 +283,19 @@ class ConsumerBase:
     def _hear(self) -> bool:
         """Take in what producers sent. False if that was nothing."""
         heard = False
-        while self._bell.readable() and (received := self._bell.receive()) is not None:
+        while self._bell.readable() and (received := self._bell.receive_from()) is not None:
             heard = True
             address, data = received
             try:
                 for frame in self._protocol.receive(address, data):
-                    self._bell.send(*frame)
+                    self._bell.send_to(*frame)
             except ProtocolError as error:
-                logger.warning("queue %s: a frame was passed over: %s", self.queue, error)
+                logger.warning("%s: a frame was passed over: %s", self._path, error)
         return heard
 
     def _report(self, error: Exception) -> None:
         # As text: a record of the error itself would keep its traceback, and the frames in it.
-        logger.warning("queue %s: a ring is left out: %s", self.queue, str(error))
+        logger.warning("%s: a ring is left out: %s", self._path, str(error))
 
     def set_aside(self) -> list[SetAside]:
         """The messages that are kept because too many consumers died with them, to be read or discarded."""
@@ -324,9 +342,9 @@ class ConsumerBase:
             self._protocol.tidy()
             for source, record, age in self._protocol.long_held(now, self._warn_held):
                 logger.warning(
-                    "queue %s: message %d of producer %s has been held for %.0f s, and its space in the ring with it; "
+                    "%s: message %d of producer %s has been held for %.0f s, and its space in the ring with it; "
                     "release() it, or detach() what is to be kept for long",
-                    self.queue,
+                    self._path,
                     record.sequence,
                     source.producer,
                     age,
@@ -352,9 +370,7 @@ class ConsumerBase:
         return self._take()
 
     def _empty(self) -> Exception:
-        return QueueEmptyError(
-            f"queue {self.queue} in namespace {self._path.namespace} had no message in the time given"
-        )
+        return QueueEmptyError(f"{self._path} in namespace {self.namespace} had no message in the time given")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -365,17 +381,15 @@ class ConsumerBase:
                 return
             if held := self._protocol.held():
                 raise ViewsHeldError(
-                    f"the consumer of queue {self.queue} can't be closed: arrays look into {', '.join(held)}; drop "
+                    f"the {self._noun} of {self._path} can't be closed: arrays look into {', '.join(held)}; drop "
                     "them, or detach() the messages, and close again"
                 )
             self._pump()
             self._protocol.close(hand_back=hand_back)
-            self._refuse(ClosedError(f"this consumer of queue {self.queue} was closed; make another one"))
+            self._refuse(ClosedError(f"this {self._noun} of {self._path} was closed; make another one"))
             self._bell.close()
             self._waiter.close(self._close_descriptors)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path.socket)
-            self._queue_lock.release()
+            self._disconnect()
         self._path.tidy()
         self._tell()
 
@@ -408,7 +422,7 @@ class ConsumerBase:
         except ViewsHeldError:
             with self._lock:
                 self._protocol.abandon()
-                self._refuse(ClosedError(f"this consumer of queue {self.queue} ended with its process"))
+                self._refuse(ClosedError(f"this {self._noun} of {self._path} ended with its process"))
 
     def __del__(self) -> None:
         if hasattr(self, "_refusal"):
@@ -419,9 +433,7 @@ class ConsumerBase:
 
     def abandon(self) -> None:
         """In a forked child: refuse every further use. Called by the fork itself."""
-        self._refuse(
-            ForkedError(f"this consumer of queue {self.queue} is the parent process's; the child can't use it")
-        )
+        self._refuse(ForkedError(f"this {self._noun} of {self._path} is the parent process's; the child can't use it"))
         self._lock = threading.Lock()
         self._turn = threading.Lock()
 

@@ -86,6 +86,22 @@ class ProducerBell(_Bell):
             return None
 
 
+class SubscriberBell(ProducerBell):
+    """A reader's end of a topic: a DEALER as well, with the methods of a consumer's. All frames go to the publisher."""
+
+    def send_to(self, address: bytes, frame: bytes) -> None:
+        """Send a frame, if it can be sent."""
+        self.send(frame)
+
+    def receive_from(self) -> tuple[bytes, bytes] | None:
+        """The next (b"", frame), or None."""
+        frame = self.receive()
+        return None if frame is None else (b"", frame)
+
+    def mind_descriptors(self) -> None:
+        """Nothing: who connects can do without."""
+
+
 class ConsumerBell(_Bell):
     """The consumer's end: a ROUTER, bound. Whoever binds has to hold the queue's lock: a stale socket is replaced."""
 
@@ -120,12 +136,12 @@ class ConsumerBell(_Bell):
                 self._socket.bind(self._endpoint)
                 self._listens = True
 
-    def send(self, address: bytes, frame: bytes) -> None:
+    def send_to(self, address: bytes, frame: bytes) -> None:
         """Send a frame to one producer; one that is gone, or does not read, misses it."""
         with contextlib.suppress(zmq.Again, zmq.ZMQError):
             self._socket.send_multipart([address, frame], zmq.NOBLOCK)
 
-    def receive(self) -> tuple[bytes, bytes] | None:
+    def receive_from(self) -> tuple[bytes, bytes] | None:
         """The next (address, frame), or None. Messages of another shape are passed over."""
         while True:
             try:
@@ -134,6 +150,19 @@ class ConsumerBell(_Bell):
                 return None
             if len(parts) == 2:
                 return parts[0], parts[1]
+
+
+class PublisherBell(ConsumerBell):
+    """A publisher's end: bound as a consumer's, with the methods of a producer's. Frames come and go with addresses."""
+
+    def send(self, frames: list[tuple[bytes, bytes]]) -> None:
+        """Send each of (address, frame), if it can be sent."""
+        for address, frame in frames:
+            self.send_to(address, frame)
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """The next (address, frame), or None."""
+        return self.receive_from()
 
 
 class Nudge:

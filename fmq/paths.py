@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import re
 import stat
@@ -16,6 +17,7 @@ import tempfile
 import time
 
 from fmq.errors import FmqError, QueueInUseError, QueueNameError
+from shmq import Finding
 from shmq.segment import abandon_in_child, no_fork
 
 DEFAULT_NAMESPACE = "default"
@@ -28,31 +30,39 @@ _LOCK_PAUSE = 0.01
 class QueuePath:
     """The places of one queue. Raises QueueNameError at once for what can't be a name or would be too long a path."""
 
+    kind = "queue"
+    holder = "consumer"
+    """What the one process is that has the lock."""
+    _mark = ""
+
     def __init__(
         self, queue: str, namespace: str | None = None, runtime_dir: str | os.PathLike[str] | None = None
     ) -> None:
         if namespace is None:
             namespace = os.environ.get("FMQ_NAMESPACE") or DEFAULT_NAMESPACE
-        self.queue = _check_name("queue", queue)
+        self.queue = _check_name(self.kind, queue)
         self.namespace = _check_name("namespace", namespace)
         if runtime_dir is not None and not isinstance(runtime_dir, str | os.PathLike):
             raise QueueNameError(f"a runtime directory is a path; this one is {runtime_dir!r}")
         # Absolute, for the process may change its directory.
         self._runtime = os.path.abspath(os.fspath(runtime_dir or default_runtime_dir()))
         self.directory = os.path.join(self._runtime, namespace)
-        self.socket = os.path.join(self.directory, f"{queue}.sock")
-        self.lock = os.path.join(self.directory, f"{queue}.lock")
-        self.rings = f"shmq:{namespace}:{queue}:"
-        """What the names of the queue's segments begin with."""
+        self.socket = os.path.join(self.directory, f"{self._mark}{queue}.sock")
+        self.lock = os.path.join(self.directory, f"{self._mark}{queue}.lock")
+        self.rings = f"shmq:{namespace}:{self._mark}{queue}:"
+        """What the names of its segments begin with."""
         if len(os.fsencode(self.socket)) > _MAX_SOCKET_PATH:
             raise QueueNameError(
                 f"the socket path {self.socket} has {len(os.fsencode(self.socket))} bytes, and a unix socket takes "
-                f"{_MAX_SOCKET_PATH}; choose a shorter queue name or set FMQ_RUNTIME_DIR to a shorter directory"
+                f"{_MAX_SOCKET_PATH}; choose a shorter name or set FMQ_RUNTIME_DIR to a shorter directory"
             )
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.queue}"
 
     @property
     def endpoint(self) -> str:
-        """The ZeroMQ address of the queue's doorbell."""
+        """The ZeroMQ address of the doorbell."""
         return f"ipc://{self.socket}"
 
     def make_directory(self) -> None:
@@ -85,6 +95,14 @@ class QueuePath:
                 os.rmdir(directory)
 
 
+class TopicPath(QueuePath):
+    """The places of one topic, of which its publisher has the lock. No queue has the same, whatever its name."""
+
+    kind = "topic"
+    holder = "publisher"
+    _mark = "@"
+
+
 class QueueLock:
     """The lock that makes a consumer the only one of its queue; the kernel drops it when the process is gone."""
 
@@ -103,8 +121,8 @@ class QueueLock:
             time.sleep(_LOCK_PAUSE)
         pid = _read_pid(self._path.lock)
         raise QueueInUseError(
-            f"queue {self._path.queue} in namespace {self._path.namespace} has a consumer already, process "
-            f"{pid or 'unknown'}; stop that one, or use another queue name or namespace (FMQ_NAMESPACE)",
+            f"{self._path} in namespace {self._path.namespace} has a {self._path.holder} already, process "
+            f"{pid or 'unknown'}; stop that one, or use another {self._path.kind} name or namespace (FMQ_NAMESPACE)",
             pid,
         )
 
@@ -151,6 +169,33 @@ class QueueLock:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def collect_files(namespace: str | None = None) -> list[Finding]:
+    """Remove the sockets and locks of consumers and publishers that are dead, of one namespace or of all.
+
+    Only of the default runtime directory. Returns a finding for each queue and topic whose files were removed.
+    """
+    runtime = default_runtime_dir()
+    findings = []
+    for directory in sorted(glob.glob(os.path.join(runtime, glob.escape(namespace) if namespace else "*"))):
+        for lock in sorted(glob.glob(os.path.join(directory, "*.lock"))):
+            with no_fork, contextlib.suppress(OSError):
+                fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if _same_file(fd, lock):
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(lock.removesuffix(".lock") + ".sock")
+                        os.unlink(lock)
+                        findings.append(Finding(lock, 0, True, "the process that had this lock and its socket is dead"))
+                finally:
+                    os.close(fd)
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)
+    with contextlib.suppress(OSError):
+        os.rmdir(runtime)
+    return findings
 
 
 def consumer_is_alive(path: QueuePath) -> bool:

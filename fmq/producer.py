@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import numbers
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fmq import encoding
-from fmq.doorbell import ProducerBell
+from fmq.doorbell import ProducerBell, PublisherBell
 from fmq.encoding import RAW
 from fmq.errors import (
     ClosedError,
@@ -34,7 +35,7 @@ from fmq.paths import QueuePath, consumer_is_alive
 from fmq.protocol import ProducerProtocol
 from fmq.rings import create_ring
 from fmq.waiting import LoopWaiter, Steps, deadline_of, run, run_async
-from shmq import Payload, fence
+from shmq import Payload, RingWriter, fence
 from shmq.fence import LOCK_IS_FENCE
 from shmq.layout import DONE, PENDING, RETURNED, SET_ASIDE, TAKEN
 from shmq.segment import abandon_in_child
@@ -46,7 +47,7 @@ SPILL_LIMIT = 4 * 1024 * 1024 * 1024
 TIMEOUT = 30.0
 CLOSE_TIMEOUT = 5.0
 
-_RECHECK = 0.02
+RECHECK = 0.02
 """Seconds between two looks for space while waiting, should a wake-up be lost. Costs 0.2 % of a core."""
 
 _SPILL_SECONDS = 0.1
@@ -80,6 +81,9 @@ class ProducerBase:
     ValueError for a codec that is none.
     """
 
+    _noun = "producer"
+    _heirs = "the next consumer"
+
     def __init__(
         self,
         queue: str,
@@ -90,20 +94,19 @@ class ProducerBase:
         codec: str = "msgpack",
         runtime_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        self._begin(QueuePath(queue, namespace, runtime_dir), ring_size, spill_limit, codec)
+
+    def _begin(self, path: QueuePath, ring_size: int, spill_limit: int, codec: str) -> None:
         self._encoding, self._encode_tree = encoding.encoder(codec)
-        self._path = QueuePath(queue, namespace, runtime_dir)
-        self._path.make_directory()
-        try:
-            self._writer = create_ring(self._path, ring_size, spill_limit)
-            try:
-                self._bell = ProducerBell(self._path.endpoint)
-            except BaseException:
-                self._writer.close(remove=True)
-                raise
-        except BaseException:
-            self._path.tidy()
-            raise
-        self._protocol = ProducerProtocol(self._writer)
+        self._path = path
+        path.make_directory()
+        with contextlib.ExitStack() as undo:
+            undo.callback(path.tidy)
+            self._writer: RingWriter
+            self._bell: ProducerBell | PublisherBell
+            self._protocol: ProducerProtocol
+            self._connect(undo, ring_size, spill_limit)
+            undo.pop_all()
         self._loans = Loans()
         self._inline = min(INLINE_BYTES, self._writer.max_record // 4)
         self._lock = threading.Lock()
@@ -113,7 +116,6 @@ class ProducerBase:
         self.copied_bytes = 0
         """How many of them were copied into the ring; the others were loans."""
         self._stuck_since = math.inf
-        self._bell.send(self._protocol.hello())
         self._post: Callable[[bytes, int, int, int], int | None] = self._writer.post
         self._asleep = self._writer.asleep
         self._descriptors = [self._bell.fileno()]
@@ -121,6 +123,21 @@ class ProducerBase:
         self._copier: ThreadPoolExecutor | None = None
         abandon_in_child(self)
         close_at_exit(self)
+
+    def _connect(self, undo: contextlib.ExitStack, ring_size: int, spill_limit: int) -> None:
+        """Make the ring, and tell the consumer of it. What ``undo`` is told is undone if that fails."""
+        self._writer = create_ring(self._path, ring_size, spill_limit)
+        undo.callback(self._writer.close, remove=True)
+        self._bell = ProducerBell(self._path.endpoint)
+        self._protocol = ProducerProtocol(self._writer)
+        self._bell.send(self._protocol.hello())
+
+    def _disconnect(self) -> None:
+        """Give up what ``_connect`` got, besides the ring and the doorbell."""
+
+    def _peer_is_alive(self) -> bool:
+        """Whether somebody is there who could take messages. The lock is held, or nobody else uses this object."""
+        return consumer_is_alive(self._path)
 
     @property
     def queue(self) -> str:
@@ -144,7 +161,7 @@ class ProducerBase:
 
     def __repr__(self) -> str:
         state = "open" if self._refusal is None else "closed"
-        return f"<{type(self).__name__} of queue {self.queue!r}, {state}>"
+        return f"<{type(self).__name__} of {self._path!s}, {state}>"
 
     # -- at once ------------------------------------------------------------------------------------------------------
 
@@ -167,7 +184,7 @@ class ProducerBase:
 
     def _is_asleep(self) -> bool:
         try:
-            return self._asleep() != 0
+            return bool(self._asleep())
         except ValueError:
             # Closed by another thread, and unmapped, since the lock was dropped.
             return False
@@ -197,7 +214,7 @@ class ProducerBase:
                 try:
                     self._protocol.receive(data)
                 except ProtocolError as error:
-                    logger.warning("queue %s: a frame was passed over: %s", self.queue, error)
+                    logger.warning("%s: a frame was passed over: %s", self._path, error)
             if not self._send_frames():
                 return
             # Sending may have used up the edge that we are about to wait for: look once more.
@@ -227,12 +244,12 @@ class ProducerBase:
 
     def _put(self, outgoing: Outgoing) -> Steps[int]:
         try:
-            yield from self._until(lambda: self._or_spill(lambda spill: outgoing.place(spill) or None))
+            yield from self._until(lambda: self._or_spill(lambda spill: outgoing.place(spill) or None), for_room=True)
             if outgoing.long_copy_bytes >= _THREAD_COPY_BYTES:
                 yield outgoing.copy
             else:
                 outgoing.copy()
-            return (yield from self._until(outgoing.post))
+            return (yield from self._until(outgoing.post, for_room=True))
         finally:
             self._finish(outgoing)
 
@@ -251,7 +268,7 @@ class ProducerBase:
         def reserve(spill: bool) -> Payload | None:
             return writer.reserve(nbytes) or (writer.reserve_spill_if_possible(nbytes) if spill else None)
 
-        payload = yield from self._until(lambda: self._or_spill(reserve))
+        payload = yield from self._until(lambda: self._or_spill(reserve), for_room=True)
         with self._lock:
             root = self._writer.lend(payload)
             self._loans.add(root, payload)
@@ -269,7 +286,7 @@ class ProducerBase:
             self._stuck_since = math.inf
         elif self._stuck_since == math.inf:
             self._stuck_since = now
-        elif now - self._stuck_since >= _SPILL_SECONDS and consumer_is_alive(self._path):
+        elif now - self._stuck_since >= _SPILL_SECONDS and self._peer_is_alive():
             return attempt(True)
         return result
 
@@ -278,21 +295,25 @@ class ProducerBase:
 
         def attempt() -> bool | None:
             # In this order: a consumer that finishes the last message and goes in between has done its work.
-            alive = consumer_is_alive(self._path)
+            alive = self._peer_is_alive()
             if self._writer.unfinished() == 0:
                 return True
             return None if alive else False
 
         return (yield from self._until(attempt))
 
-    def _until(self, attempt: Callable[[], T | None]) -> Steps[T]:
-        """Call ``attempt``, under the lock, until it gives something other than None; wait for space in between."""
+    def _until(self, attempt: Callable[[], T | None], *, for_room: bool = False) -> Steps[T]:
+        """Call ``attempt``, under the lock, until it gives something other than None; wait for space in between.
+
+        ``for_room``: it is room that is missing, and may be made.
+        """
         with self._lock:
             self._check()
             result = attempt()
             if result is not None:
                 return result
             self._protocol.begin_wait()
+        begun = time.monotonic()
         try:
             while True:
                 with self._lock:
@@ -300,6 +321,8 @@ class ProducerBase:
                     self._pump()
                     self._protocol.want_space()
                     result = attempt()
+                    if result is None and for_room and self._make_way(time.monotonic() - begun):
+                        result = attempt()
                 if result is not None:
                     return result
                 yield None
@@ -308,13 +331,17 @@ class ProducerBase:
                 if self._refusal is None:
                     self._protocol.end_wait()
 
+    def _make_way(self, waited: float) -> bool:
+        """After ``waited`` seconds without room: whether something was done about it. The lock is held."""
+        return False
+
     def _nameless(self) -> str:
         """What is to be said if somebody has removed the ring's name; else empty."""
         with self._lock:
             if self._refusal is not None or self._writer.segment.is_linked():
                 return ""
         return (
-            f"queue {self.queue} in {self._path.namespace}: somebody has removed the ring {self.ring} from /dev/shm, "
+            f"{self._path} in {self.namespace}: somebody has removed the ring {self.ring} from /dev/shm, "
             "so that no consumer finds it; make another producer and put again what it had not finished "
             "(systemd removes the files of users who log out: RemoveIPC in logind.conf)"
         )
@@ -322,14 +349,14 @@ class ProducerBase:
     def _expired(self) -> Exception:
         if nameless := self._nameless():
             return PeerUnavailableError(nameless)
-        if not consumer_is_alive(self._path):
+        if not self._peer_is_alive():
             return PeerUnavailableError(
-                f"queue {self.queue} in {self._path.namespace}: the ring of {self._writer.size:,} bytes is full, "
+                f"{self._path} in {self.namespace}: the ring of {self._writer.size:,} bytes is full, "
                 "and no consumer is alive to empty it; start one (what was put before is kept for it)"
             )
         if self._protocol.problem:
             return PeerUnavailableError(
-                f"queue {self.queue} in {self._path.namespace}: its consumer can't read the ring {self.ring}: "
+                f"{self._path} in {self.namespace}: its consumer can't read the ring {self.ring}: "
                 f"{self._protocol.problem}"
             )
         with self._lock:
@@ -341,7 +368,7 @@ class ProducerBase:
             age = max(0.0, time.time() - timestamp / 1e9)
             told = f", the oldest, message {sequence}, put {age:.1f} s ago, {_STATES.get(state, 'is damaged')}"
         return QueueFullError(
-            f"queue {self.queue} in {self._path.namespace}: the ring of {self._writer.size:,} bytes is full; "
+            f"{self._path} in {self.namespace}: the ring of {self._writer.size:,} bytes is full; "
             f"the consumer has {unfinished} messages still to finish{told}. Wait longer, release messages sooner "
             "(detach() those to keep), or raise ring_size"
         )
@@ -349,7 +376,7 @@ class ProducerBase:
     def _not_flushed(self) -> Exception:
         if nameless := self._nameless():
             return PeerUnavailableError(nameless)
-        if not consumer_is_alive(self._path):
+        if not self._peer_is_alive():
             return self._no_consumer()
         return QueueTimeoutError(self._unfinished() + "the time is over; the consumer is slow, or holds them")
 
@@ -361,7 +388,7 @@ class ProducerBase:
     def _unfinished(self) -> str:
         with self._lock:
             unfinished = 0 if self._refusal else self._writer.unfinished()
-        return f"queue {self.queue} in {self._path.namespace}: {unfinished} messages are not yet done, and "
+        return f"{self._path} in {self.namespace}: {unfinished} messages are not yet done, and "
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -375,18 +402,16 @@ class ProducerBase:
                 logger.error("%s; %d messages are lost", nameless, unfinished)
             aside = self._writer.set_aside()
             remove = drained and not aside
-            self._refuse(ClosedError(f"this producer of queue {self.queue} was closed; make another one"))
+            self._refuse(ClosedError(f"this {self._noun} of {self._path} was closed; make another one"))
             self._writer.close(remove=remove)
             if remove:
                 self._bell.send(self._protocol.goodbye())
             else:
                 logger.info(
-                    "queue %s: %d messages are left to the next consumer, and %d for inspection",
-                    self.queue,
-                    unfinished,
-                    aside,
+                    "%s: %d messages are left to %s, and %d for inspection", self._path, unfinished, self._heirs, aside
                 )
             self._bell.close()
+            self._disconnect()
             self._waiter.close(self._bell.close_descriptor)
         self._path.tidy()
 
@@ -409,7 +434,7 @@ class ProducerBase:
         """In a forked child: refuse every further use. Called by the fork itself."""
         self._lock = threading.Lock()
         self._refuse(
-            ForkedError(f"this producer of queue {self.queue} is the parent process's; make another one in the child")
+            ForkedError(f"this {self._noun} of {self._path} is the parent process's; make another one in the child")
         )
 
     def _refuse(self, refusal: Exception) -> None:
@@ -474,7 +499,7 @@ class Producer(ProducerBase):
 
     def flush(self, *, timeout: float | None = TIMEOUT) -> None:
         """Wait until every message is done. Raises QueueTimeoutError, PeerUnavailableError if no consumer is alive."""
-        if not run(self._drained(), self._descriptors, deadline_of(timeout), _RECHECK, self._not_flushed):
+        if not run(self._drained(), self._descriptors, deadline_of(timeout), RECHECK, self._not_flushed):
             raise self._no_consumer()
 
     def close(self, *, timeout: float | None = CLOSE_TIMEOUT) -> None:
@@ -484,7 +509,7 @@ class Producer(ProducerBase):
         """
         if self._refusal is None:
             try:
-                drained = run(self._drained(), self._descriptors, deadline_of(timeout), _RECHECK, self._not_flushed)
+                drained = run(self._drained(), self._descriptors, deadline_of(timeout), RECHECK, self._not_flushed)
             except QueueTimeoutError:
                 drained = False
             self._shut(drained)
@@ -496,7 +521,7 @@ class Producer(ProducerBase):
         self.close()
 
     def _run(self, steps: Steps[T], timeout: float | None) -> T:
-        return run(steps, self._descriptors, deadline_of(timeout), _RECHECK, self._expired)
+        return run(steps, self._descriptors, deadline_of(timeout), RECHECK, self._expired)
 
 
 class AsyncProducer(ProducerBase):
@@ -563,7 +588,7 @@ class AsyncProducer(ProducerBase):
         return await self._drive(steps, timeout, self._expired)
 
     async def _drive(self, steps: Steps[T], timeout: float | None, expired: Callable[[], Exception]) -> T:
-        return await run_async(steps, self._waiter, deadline_of(timeout), _RECHECK, expired, self._executor)
+        return await run_async(steps, self._waiter, deadline_of(timeout), RECHECK, expired, self._executor)
 
     def _executor(self) -> Executor:
         if self._copier is None:

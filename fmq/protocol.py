@@ -75,17 +75,17 @@ class ProducerProtocol:
         """The frame to begin with."""
         return wire.encode(wire.Hello(wire.VERSION, self.writer.segment.name))
 
-    def receive(self, data: bytes) -> None:
-        """Take in one frame. Raises ProtocolError for what no consumer sends."""
+    def receive(self, data: Any) -> None:
+        """Take in what the bell received: one frame. Raises ProtocolError for what no consumer sends."""
         frame = wire.decode(data)
         if isinstance(frame, wire.Welcome):
-            _check_version(frame.version)
+            check_version(frame.version)
             self.problem = frame.problem
         elif not isinstance(frame, wire.Space):
             raise ProtocolError(f"a consumer does not send {type(frame).__name__}")
 
-    def frames(self) -> list[bytes]:
-        """What is to be sent now: Hello to a consumer that is new, a Doorbell to one that sleeps (rules 1, 3 and 5).
+    def frames(self) -> list[Any]:
+        """What the bell is to send: Hello to a consumer that is new, a Doorbell to one that sleeps (rules 1, 3 and 5).
 
         Between a post and this call there has to be a full fence; dropping the lock is one on most machines.
         """
@@ -119,8 +119,8 @@ class ProducerProtocol:
         if not self._waiting:
             self.writer.want_space(0)
 
-    def goodbye(self) -> bytes:
-        """The frame that says that the ring is drained and gone."""
+    def goodbye(self) -> Any:
+        """What the bell is to send at the end: that the ring is drained and gone."""
         return wire.encode(wire.Goodbye(self.writer.segment.name))
 
 
@@ -431,7 +431,7 @@ def _records(source: Source, most: int = ALL) -> list[Record]:
         return []
 
 
-def _check_version(version: int) -> None:
+def check_version(version: int) -> None:
     if version != wire.VERSION:
         raise ProtocolError(
             f"the peer speaks version {version} of the protocol, and this process {wire.VERSION}; run the same version "

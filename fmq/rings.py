@@ -6,8 +6,17 @@ import secrets
 
 from fmq.errors import QueueInUseError
 from fmq.paths import QueuePath
-from shmq import RingReader, RingWriter, Segment, SegmentError, SegmentMissingError
-from shmq.layout import CONSUMER_PID
+from shmq import (
+    RingReader,
+    RingWriter,
+    Segment,
+    SegmentError,
+    SegmentMissingError,
+    TopicReader,
+    TopicWriter,
+    claim_slot,
+)
+from shmq.layout import CONSUMER_PID, RING_MAGIC, TOPIC_MAGIC
 from shmq.segment import names, unlink
 from shmq.writer import check_ring_size
 
@@ -50,16 +59,60 @@ class QueueRings:
             unlink(spill)
 
 
+class TopicRings(QueueRings):
+    """What a reader sees of its topic's rings: that of the publisher, and those of publishers that are gone."""
+
+    def __init__(self, path: QueuePath) -> None:
+        super().__init__(path)
+        self._attached: dict[str, Segment] = {}
+        self._done: set[str] = set()
+
+    def names(self) -> list[str]:
+        """As QueueRings.names."""
+        names = super().names()
+        self._done.intersection_update(names)
+        return names
+
+    def attach(self, name: str, epoch: int) -> TopicReader:
+        """Get a reader slot of a ring. Raises a SegmentError, SegmentLimitError if it has no slot left."""
+        if name in self._done:
+            raise SegmentMissingError(f"ring {name} was read to its end")
+        segment = Segment.attach(name, magic=TOPIC_MAGIC)
+        try:
+            if segment.adopt():
+                raise SegmentMissingError(f"the publisher of ring {name} is gone; there will be nothing new")
+            reader = TopicReader(segment, claim_slot(segment), epoch=epoch)
+        except BaseException:
+            segment.close()
+            raise
+        self._attached[name] = segment
+        return reader
+
+    def remove(self, name: str) -> None:
+        """Remove a ring that this reader is through with, unless others read it."""
+        self._done.add(name)
+        if not self._attached.pop(name).has_readers():
+            super().remove(name)
+
+
 def create_ring(path: QueuePath, ring_size: int, spill_limit: int) -> RingWriter:
     """A new ring of a queue, under a name of its own, owned by this process. Raises a SegmentError."""
+    return RingWriter(_create(path, ring_size, spill_limit, RING_MAGIC), spill_limit=spill_limit)
+
+
+def create_topic_ring(path: QueuePath, ring_size: int, spill_limit: int) -> TopicWriter:
+    """As ``create_ring``, for a topic."""
+    return TopicWriter(_create(path, ring_size, spill_limit, TOPIC_MAGIC), spill_limit=spill_limit)
+
+
+def _create(path: QueuePath, ring_size: int, spill_limit: int, magic: int) -> Segment:
     check_ring_size(ring_size)
     if type(spill_limit) is not int or spill_limit < 0:
         raise SegmentError(f"a spill limit is a number of bytes from 0 on; this one is {spill_limit!r}")
     for last in (False, False, True):
         ring_id = secrets.token_bytes(16)
         try:
-            segment = Segment.create(path.rings + ring_id[:8].hex(), ring_size, ring_id=ring_id)
-            return RingWriter(segment, spill_limit=spill_limit)
+            return Segment.create(path.rings + ring_id[:8].hex(), ring_size, magic=magic, ring_id=ring_id)
         except SegmentMissingError:
             # Somebody who looked for orphans took it for one while it was made.
             if last:

@@ -1,4 +1,4 @@
-"""The frames that producer and consumer exchange, in msgpack: an array that begins with the kind."""
+"""The frames that producers and consumers exchange, in msgpack: an array that begins with the kind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,15 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=5):
     ring: str
 
 
-Frame = Hello | Welcome | Doorbell | Space | Goodbye
+class Join(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Reader of a topic to its publisher: the ring it reads, and by which slot; "" and -1 if it has none yet."""
+
+    version: int
+    ring: str
+    slot: int
+
+
+Frame = Hello | Welcome | Doorbell | Space | Goodbye | Join
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)

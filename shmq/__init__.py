@@ -4,6 +4,7 @@ from shmq.errors import (
     CorruptRecordError,
     ForeignSegmentError,
     LayoutVersionError,
+    ReaderDroppedError,
     SegmentError,
     SegmentExistsError,
     SegmentLimitError,
@@ -17,6 +18,7 @@ from shmq.errors import (
 from shmq.orphans import Finding, collect
 from shmq.reader import Lease, Record, RingReader, Taken
 from shmq.segment import Segment
+from shmq.topic import TopicReader, TopicWriter, claim_slot
 from shmq.writer import Payload, RingWriter
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "LayoutVersionError",
     "Lease",
     "Payload",
+    "ReaderDroppedError",
     "Record",
     "RingReader",
     "RingWriter",
@@ -38,7 +41,10 @@ __all__ = [
     "ShmqError",
     "Taken",
     "TooLargeError",
+    "TopicReader",
+    "TopicWriter",
     "TruncatedSegmentError",
     "ViewsHeldError",
+    "claim_slot",
     "collect",
 ]

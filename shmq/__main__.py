@@ -21,8 +21,15 @@ def gc(
     namespace: Annotated[str | None, typer.Option(help="Only the rings of this namespace.")] = None,
     discard: Annotated[bool, typer.Option(help="Also remove orphaned rings with messages not yet delivered.")] = False,
 ) -> None:
-    """Remove what dead processes left in /dev/shm, and say what and why. What is alive is never touched."""
+    """Remove what dead processes left, in /dev/shm and of sockets, and say what and why. What is alive is not touched.
+
+    Sockets and locks are looked for where $FMQ_RUNTIME_DIR says, as queues do.
+    """
+    # Sockets and locks are the queue's: one of the two places that import upwards, and only for those who ask.
+    from fmq.paths import collect_files
+
     findings = collect(PREFIX if namespace is None else f"{PREFIX}{namespace}:", discard=discard)
+    findings += collect_files(namespace)
     if not findings:
         print("Nothing is left over.")
         return
@@ -34,7 +41,6 @@ def gc(
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def stress(context: typer.Context) -> None:
     """Stress-test the queue on this host: real processes, real deaths, every message checked (--help says more)."""
-    # The one place that imports upwards, and only for those who ask.
     from fmq.stress.command import app as program
 
     program(context.args, prog_name="shmq stress")

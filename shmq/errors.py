@@ -51,6 +51,10 @@ class CorruptRecordError(ShmqError):
         self.position = position
 
 
+class ReaderDroppedError(ShmqError):
+    """A reader of a topic was too slow, and its publisher went on without it. It has joined again, at the newest."""
+
+
 class TooLargeError(ShmqError):
     """The payload can never fit: neither the ring nor a spill segment may hold it."""
 

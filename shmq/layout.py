@@ -15,9 +15,11 @@ A ring segment::
        768   | epoch           | pid            | asleep          |                 |   written by the consumer
              +-----------------+----------------+-----------------+-----------------+
       1024   | spills          | spilled bytes  | stalls          | high water      |   counters of the producer
-      1056   | turns           | folds          | doorbells       |                 |
+      1056   | turns           | folds          | doorbells       | skipped         |
              +-----------------+----------------+-----------------+-----------------+
       1280   | redelivered     | expired        | set aside       |                 |   counters of the consumer
+             +-----------------+----------------+-----------------+-----------------+
+      1536   | joined, asleep, skip to, claim, pid: 64 words of each, one a slot     |   reader slots of a topic
              +-----------------+----------------+-----------------+-----------------+
       4096   | records, each aligned to 64 bytes, up to 4096 + ring size             |
              +-----------------------------------------------------------------------+
@@ -54,6 +56,15 @@ What a reader does with a message stands in its release byte::
                 TAKEN --> RETURNED --> TAKEN    handed back by a consumer that closed in order
                 TAKEN --> SET_ASIDE --> FREE    too many consumers died with it: kept for inspection
 
+A *topic* is a ring (of another magic) with many readers. Each has a reader slot and the release byte of that number;
+the bytes of slots that nobody has are FREE from the start, and those of readers begin with OFFERED::
+
+    OFFERED --> TAKEN --> DONE --> FREE         as above
+    OFFERED --> FREE                            skipped, by the publisher: the reader was too slow
+
+When all 64 are FREE the publisher notes it in the first byte of the word that counts deliveries in a queue's ring. What
+becomes of slots is written down in ``shmq.topic``.
+
 ``length`` is what the record takes of the position count: header, body and unused bytes; for a JUMP all that it stands
 for. The body of a MESSAGE is its blob, then (aligned to 8) one reference of four words for each buffer, then (aligned
 to 64) the buffers that are kept in the record itself::
@@ -75,6 +86,7 @@ PAGE = 4096
 
 RING_MAGIC = int.from_bytes(b"SHMQRING", "little")
 SPILL_MAGIC = int.from_bytes(b"SHMQSPIL", "little")
+TOPIC_MAGIC = int.from_bytes(b"SHMQTOPI", "little")
 VERSION = 1
 
 HEADER_BYTES = PAGE
@@ -108,10 +120,21 @@ HIGH_WATER = SPILLS + 3
 TURNS = SPILLS + 4
 FOLDS = SPILLS + 5
 DOORBELLS = SPILLS + 6
+SKIPPED_COUNT = SPILLS + 7
 
 REDELIVERED_COUNT = 1280 // 8
 EXPIRED_COUNT = REDELIVERED_COUNT + 1
 SET_ASIDE_COUNT = REDELIVERED_COUNT + 2
+
+SLOTS = 64
+"""How many readers a topic can have at a time."""
+
+# Words of the reader slots; that of slot k lies k words further.
+JOINED = 1536 // 8
+SLOT_ASLEEP = JOINED + SLOTS
+SKIP_TO = SLOT_ASLEEP + SLOTS
+CLAIM = SKIP_TO + SLOTS
+SLOT_PID = CLAIM + SLOTS
 
 # A record.
 RECORD_BYTES = 128
@@ -122,6 +145,8 @@ SEQUENCE_WORD = 2
 BODY_WORD = 3
 EXTRA_WORD = 6
 DELIVERIES_WORD = 7
+SETTLED_BYTE = 8 * DELIVERIES_WORD
+"""In a topic's ring: FREE when all readers are through with the message."""
 
 RECORD = struct.Struct("@8Q")
 """position, descriptor, sequence, body length, timestamp, expires, extra, deliveries"""
@@ -155,6 +180,8 @@ RETURNED = 2
 DONE = 3
 FREE = 4
 SET_ASIDE = 5
+OFFERED = 6
+"""What PENDING is in a queue's ring, in a topic's."""
 
 DEATH = 1 << 32
 """What one consumer that died adds to the ``deliveries`` of a message."""

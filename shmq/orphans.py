@@ -5,8 +5,15 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from shmq.errors import LayoutVersionError, SegmentError, SegmentMissingError, ShmqError, TruncatedSegmentError
-from shmq.layout import DONE, SET_ASIDE, SPILL_MAGIC
+from shmq.errors import (
+    ForeignSegmentError,
+    LayoutVersionError,
+    SegmentError,
+    SegmentMissingError,
+    ShmqError,
+    TruncatedSegmentError,
+)
+from shmq.layout import DONE, MAGIC, SET_ASIDE, SPILL_MAGIC, TOPIC_MAGIC
 from shmq.reader import RingReader
 from shmq.segment import MAKING, Segment, is_owned, names, size_of, unlink
 
@@ -57,7 +64,7 @@ def _collect_ring(name: str, discard: bool) -> list[Finding]:
     if _alive(name):
         return []
     try:
-        segment = Segment.attach(name)
+        segment = _attach(name)
     except SegmentMissingError:
         raise
     except (TruncatedSegmentError, LayoutVersionError) as error:
@@ -70,6 +77,10 @@ def _collect_ring(name: str, discard: bool) -> list[Finding]:
         # Taken while we look: a consumer that starts now finds it owned, and comes back to it.
         if not segment.adopt():
             return []
+        if segment.words[MAGIC] == TOPIC_MAGIC:
+            if segment.has_readers():
+                return [Finding(name, segment.size, False, "its publisher is dead, but it has readers yet")]
+            return _remove_ring(name, "its publisher is dead, and all its readers are gone")
         try:
             records = RingReader(segment, epoch=0, peek=True).records()
             waiting = sum(record.state < DONE for record in records)
@@ -83,11 +94,23 @@ def _collect_ring(name: str, discard: bool) -> list[Finding]:
         reason = "its owner is dead and all its messages are done"
         if found:
             reason = f"discarded, although {' and '.join(found)}"
-        findings = [_remove(name, reason)]
-        findings += [_remove(spill, "its ring was removed") for spill in names(f"{name}.")]
-        return findings
+        return _remove_ring(name, reason)
     finally:
         segment.retire()
+
+
+def _attach(name: str) -> Segment:
+    try:
+        return Segment.attach(name)
+    except ForeignSegmentError as error:
+        try:
+            return Segment.attach(name, magic=TOPIC_MAGIC)
+        except ForeignSegmentError:
+            raise error from None
+
+
+def _remove_ring(name: str, reason: str) -> list[Finding]:
+    return [_remove(name, reason), *[_remove(spill, "its ring was removed") for spill in names(f"{name}.")]]
 
 
 def _collect_spill(name: str) -> Finding:

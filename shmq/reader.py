@@ -130,6 +130,13 @@ class RingReader:
     CorruptRecordError for a ring without a tail.
     """
 
+    _slot = 0
+    """Which of the release bytes is this reader's."""
+    _mark = HEADER_BYTES + RELEASE_BYTE
+    """Added to a message's offset: where in the segment that byte lies."""
+    _new = PENDING
+    """What that byte says of a message that was not handed out."""
+
     def __init__(self, segment: Segment, *, epoch: int, max_deliveries: int = 0, peek: bool = False) -> None:
         self.segment = segment
         self.name = segment.name
@@ -153,11 +160,15 @@ class RingReader:
             raise
         self._head = self._position
         if not peek:
-            self._words[CONSUMER_PID] = os.getpid()
-            self._words[EPOCH] = epoch
+            self._enter(epoch)
         self.dropped: deque[Lease | _View] = deque()
         """Views and messages that are gone, to be reaped. *Any thread* may append; nothing else may be done there."""
         abandon_in_child(self)
+
+    def _enter(self, epoch: int) -> None:
+        """Let the writer know of this reader."""
+        self._words[CONSUMER_PID] = os.getpid()
+        self._words[EPOCH] = epoch
 
     # -- walking ------------------------------------------------------------------------------------------------------
 
@@ -176,6 +187,7 @@ class RingReader:
             offset = self._offset
             at = HEADER_BYTES + offset
             _, word, sequence, body, timestamp, expires, extra, deliveries, release = NEW_RECORD.unpack_from(memory, at)
+            state = memory[self._mark + offset] if self._slot else release & 0xFF
             if not TOTAL_STORE_ORDER:
                 fence.observe()
             # If the position stands after all else was read, then nothing had been written over the header before.
@@ -189,11 +201,12 @@ class RingReader:
             end = offset + length
             if end + RECORD_BYTES > self.size or position + length > self._head or length < RECORD_BYTES:
                 raise self._corrupt(position, f"a message of {length} bytes at offset {offset} of {self.size}")
-            state = release & 0xFF
             # First of all: of a message that is free, the writer may be making a JUMP, and its fields say nothing.
-            if (state or expires) and not self._deliverable(offset, state, expires):
-                self._offset, self._position = end, position + length
-                continue
+            if state or expires:
+                state = self._admit(offset, state, expires)
+                if state < 0:
+                    self._offset, self._position = end, position + length
+                    continue
             if state:
                 deliveries = self._count_delivery(offset, state, deliveries)
                 if 0 < self._max_deliveries <= deliveries // DEATH:
@@ -210,7 +223,7 @@ class RingReader:
                 )
             start = at + RECORD_BYTES
             taken = offset, sequence, extra & 0xFF, buffers, memory[start : start + body], timestamp, deliveries
-            memory[at + RELEASE_BYTE] = TAKEN
+            memory[self._mark + offset] = TAKEN
             # Last of all: an exception between any two calls (Ctrl-C raises one) must not make us pass over it.
             self._offset = end
             self._position = position + length
@@ -223,7 +236,7 @@ class RingReader:
         if deliveries:
             self._words[(start >> 3) + DELIVERIES_WORD] -= 1
             self._words[REDELIVERED_COUNT] -= 1
-        self._memory[start + RELEASE_BYTE] = RETURNED if deliveries else PENDING
+        self._memory[self._mark + offset] = RETURNED if deliveries else self._new
         self._offset, self._position = offset, self._words[start >> 3]
 
     def deaths(self, offset: int) -> int:
@@ -240,20 +253,27 @@ class RingReader:
         self._words[((HEADER_BYTES + offset) >> 3) + DELIVERIES_WORD] = deliveries
         return deliveries
 
-    def _deliverable(self, offset: int, state: int, expires: int) -> bool:
-        """Whether a message that is not simply new is to be handed out; what only waits to be freed is freed."""
+    def _admit(self, offset: int, state: int, expires: int) -> int:
+        """The state of a message that is not simply new, or -1 if it is not to be handed out.
+
+        What only waits to be freed is freed.
+        """
         if state == DONE:
             self.free(offset)
         if DONE <= state <= SET_ASIDE:
+            return -1
+        return -1 if self._expire(offset, expires) else state
+
+    def _expire(self, offset: int, expires: int) -> bool:
+        """Free a message whose time is over. False if it is not."""
+        if not expires or expires > time.monotonic_ns():
             return False
-        if expires and expires <= time.monotonic_ns():
-            self.free(offset)
-            self._words[EXPIRED_COUNT] += 1
-            return False
+        self.free(offset)
+        self._words[EXPIRED_COUNT] += 1
         return True
 
     def _set_aside(self, record: Record) -> None:
-        self._memory[HEADER_BYTES + record.offset + RELEASE_BYTE] = SET_ASIDE
+        self._memory[self._mark + record.offset] = SET_ASIDE
         self._words[SET_ASIDE_COUNT] += 1
         if self.on_set_aside is not None:
             self.on_set_aside(record)
@@ -263,7 +283,9 @@ class RingReader:
         if self._closed:
             return False
         start = HEADER_BYTES + record.offset
-        return bool(self._words[start >> 3] == record.position and self._memory[start + RELEASE_BYTE] == SET_ASIDE)
+        return bool(
+            self._words[start >> 3] == record.position and self._memory[self._mark + record.offset] == SET_ASIDE
+        )
 
     def has_more(self) -> bool:
         """Whether ``take`` has something to look at. Costs one load."""
@@ -450,7 +472,7 @@ class RingReader:
         if not TOTAL_STORE_ORDER:
             fence.publish()
         try:
-            self._memory[HEADER_BYTES + offset + RELEASE_BYTE] = FREE
+            self._memory[self._mark + offset] = FREE
         except ValueError:
             # Closed and unmapped between the two lines: then the message is the next reader's.
             return
@@ -482,7 +504,7 @@ class RingReader:
         if lease.views:
             if lease.finished:
                 fence.publish()
-                self._memory[HEADER_BYTES + lease.offset + RELEASE_BYTE] = DONE
+                self._memory[self._mark + lease.offset] = DONE
                 self._has_freed = True
         elif lease.finished or lease.gone:
             self.free(lease.offset)
@@ -531,7 +553,7 @@ class RingReader:
         try:
             for _ in range(_MAX_LOOKS):
                 found: list[Record] = []
-                state = (words[TAIL], words[FOLDS])
+                seen = (words[TAIL], words[FOLDS])
                 self._head = words[HEAD]
                 self._position, self._offset = self._find_tail()
                 left = most
@@ -542,12 +564,13 @@ class RingReader:
                     _, word, sequence, _, timestamp, _, _, deliveries, release = NEW_RECORD.unpack_from(
                         self._memory, start
                     )
+                    state = self._memory[self._mark + offset] if self._slot else release & 0xFF
                     if not TOTAL_STORE_ORDER:
                         fence.observe()
                     if words[start >> 3] != position:
                         break
                     if word & _KIND_AND_STATE == _MESSAGE:
-                        found.append(Record(position, offset, sequence, release & 0xFF, timestamp, deliveries % DEATH))
+                        found.append(Record(position, offset, sequence, state, timestamp, deliveries % DEATH))
                         word = _PAYLOAD | word & ~_KIND_AND_STATE
                     self._pass(position, offset, word)
                     if self._position == position:
@@ -555,7 +578,7 @@ class RingReader:
                 else:
                     return found
                 fence.observe()
-                if state == (words[TAIL], words[FOLDS]):
+                if seen == (words[TAIL], words[FOLDS]):
                     # Not reclaimed while it was looked at; then it would be right to begin anew.
                     break
             raise self._corrupt(self._position, f"no record of that position at offset {self._offset}")
@@ -602,7 +625,7 @@ class RingReader:
             for record in self.records():
                 # What lies further on was taken by a reader before, which died with it.
                 if record.state == TAKEN and record.position < self._position:
-                    self._memory[HEADER_BYTES + record.offset + RELEASE_BYTE] = RETURNED
+                    self._memory[self._mark + record.offset] = RETURNED
 
     def retire(self) -> None:
         """Read the ring no further; it is unmapped now or, while views are alive, when the last of them is gone."""

@@ -44,9 +44,7 @@ _LIMITS = {
     errno.ENFILE: "the host has no descriptor left (fs.file-max)",
     errno.ENOMEM: "this process has reached its limit of address space (ulimit -v) or of mappings (vm.max_map_count)",
 }
-_READER_LOCK = struct.pack("@hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
-"""A struct flock for the first byte."""
-_KINDS = {layout.RING_MAGIC: "ring", layout.SPILL_MAGIC: "spill segment"}
+_KINDS = {layout.RING_MAGIC: "ring", layout.SPILL_MAGIC: "spill segment", layout.TOPIC_MAGIC: "topic's ring"}
 
 
 class Segment:
@@ -149,16 +147,25 @@ class Segment:
         """Take the owner's lock if the owner is dead. True if it is this process's now; never waits."""
         return self._lock_fd >= 0 and _lock(self._lock_fd)
 
-    def claim(self) -> bool:
-        """Become the one that reads this ring, until ``close``. False if somebody else is; never waits.
+    def claim(self, slot: int = 0) -> bool:
+        """Become the one that reads this ring by a reader slot, until ``close``. False if somebody is; never waits.
 
         A lock of its own kind (an open file description lock), which the owner's does not meet.
         """
         try:
-            fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLK, _READER_LOCK)
+            fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLK, _reader_lock(fcntl.F_WRLCK, slot, 1))
         except (BlockingIOError, PermissionError):
             return False
         return True
+
+    def unclaim(self, slot: int) -> None:
+        """Give up a reader slot."""
+        fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLK, _reader_lock(fcntl.F_UNLCK, slot, 1))
+
+    def has_readers(self) -> bool:
+        """Whether another mapping than this one has a reader slot."""
+        found = fcntl.fcntl(self._lock_fd, fcntl.F_OFD_GETLK, _reader_lock(fcntl.F_WRLCK, 0, layout.SLOTS))
+        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def is_linked(self) -> bool:
         """Whether the segment still has its name."""
@@ -334,6 +341,14 @@ def _check_identity(name: str, fd: int, magic: int) -> int:
             "be read"
         )
     return size
+
+
+_FLOCK = struct.Struct("@hhqqi0q")
+"""A struct flock: type, whence, start, length, pid."""
+
+
+def _reader_lock(kind: int, slot: int, slots: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, slot, slots, 0)
 
 
 def _lock(fd: int) -> bool:

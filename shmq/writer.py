@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -133,6 +133,9 @@ class RingWriter:
     ``spill_limit`` bounds the bytes of all spill segments together; ``lap`` is the shortest lap in bytes. Raises
     SegmentError for a ring size that is not between 64 KiB and 64 GiB.
     """
+
+    _mark = HEADER_BYTES + RELEASE_BYTE
+    """Added to a message's offset: where in the segment it says whether the message is free."""
 
     def __init__(self, segment: Segment, *, spill_limit: int, lap: int = LAP_BYTES) -> None:
         self.segment = segment
@@ -260,6 +263,7 @@ class RingWriter:
         NEW_RECORD.pack_into(
             memory, start, position, length << 10 | _MESSAGE, sequence, len(blob), timestamp, expires, extra, 0, 0
         )
+        self._offer(start)
         self._chain.append((offset, length, position, None, tuple(payloads), -1))
         for payload in payloads:
             payload.messages.add(offset)
@@ -267,6 +271,9 @@ class RingWriter:
         self._offset = offset + length
         self._announce(position + length, sequence + 1)
         return sequence
+
+    def _offer(self, start: int) -> None:
+        """Say whom a new message at byte ``start`` of the segment is for: here, its one reader."""
 
     def _announce(self, position: int, sequence: int) -> None:
         self._position = position
@@ -411,39 +418,36 @@ class RingWriter:
 
     def unfinished(self) -> int:
         """How many messages are not yet done: neither acknowledged, nor expired, nor set aside."""
-        memory = self._memory
-        return sum(
-            1
-            for offset, _, _, payload, _, target in self._chain
-            if payload is None and target < 0 and memory[HEADER_BYTES + offset + RELEASE_BYTE] < DONE
-        )
+        return sum(self._state(offset) < DONE for offset in self._messages())
 
     def set_aside(self) -> int:
         """How many messages are kept for inspection."""
-        memory = self._memory
-        return sum(
-            1
-            for offset, _, _, payload, _, target in self._chain
-            if payload is None and target < 0 and memory[HEADER_BYTES + offset + RELEASE_BYTE] == SET_ASIDE
-        )
+        return sum(self._state(offset) == SET_ASIDE for offset in self._messages())
 
     def is_held(self) -> bool:
         """Whether what is in the ring is in somebody's hands: no message is still to be taken."""
         for offset, _, _, payload, _, target in reversed(self._chain):
             if payload is None and target < 0:
-                return bool(self._memory[HEADER_BYTES + offset + RELEASE_BYTE] != PENDING)
+                return self._state(offset) != PENDING
         return True
 
     def oldest(self) -> tuple[int, int, int] | None:
         """(sequence, timestamp in ns since the epoch, release byte) of the oldest message that is not free."""
-        for offset, _, _, payload, _, target in self._chain:
-            if payload is None and target < 0:
-                _, _, sequence, _, timestamp, _, _, _, release = NEW_RECORD.unpack_from(
-                    self._memory, HEADER_BYTES + offset
-                )
-                if release & 0xFF != FREE:
-                    return sequence, timestamp, release & 0xFF
+        for offset in self._messages():
+            state = self._state(offset)
+            if state != FREE:
+                _, _, sequence, _, timestamp, _, _, _, _ = NEW_RECORD.unpack_from(self._memory, HEADER_BYTES + offset)
+                return sequence, timestamp, state
         return None
+
+    def _messages(self) -> Iterator[int]:
+        """The offsets of the messages that are not yet reclaimed, the oldest first."""
+        return (offset for offset, _, _, payload, _, target in self._chain if payload is None and target < 0)
+
+    def _state(self, offset: int) -> int:
+        """The release byte of a message."""
+        state: int = self._memory[HEADER_BYTES + offset + RELEASE_BYTE]
+        return state
 
     def reclaim(self) -> None:
         """Move the tail over everything at the front of the chain that is free."""
@@ -454,13 +458,14 @@ class RingWriter:
         gone: list[_Entry] = []
         used = self._used()
         front = extents[0][0]
+        mark = self._mark
         while chain:
             entry = chain[0]
             offset, length, _, payload, payloads, target = entry
             if payload is not None:
                 if not self._payload_is_free(payload):
                     break
-            elif target < 0 and memory[HEADER_BYTES + offset + RELEASE_BYTE] != FREE:
+            elif target < 0 and memory[mark + offset] != FREE:
                 break
             if payloads:
                 self._forget(entry)
@@ -641,13 +646,11 @@ class RingWriter:
         offset, _, _, payload, _, target = entry
         if payload is not None:
             return self._payload_is_free(payload)
-        return target >= 0 or self._memory[HEADER_BYTES + offset + RELEASE_BYTE] == FREE
+        return target >= 0 or self._memory[self._mark + offset] == FREE
 
     def _payload_is_free(self, payload: Payload) -> bool:
-        memory = self._memory
-        return not payload.held and all(
-            memory[HEADER_BYTES + offset + RELEASE_BYTE] == FREE for offset in payload.messages
-        )
+        memory, mark = self._memory, self._mark
+        return not payload.held and all(memory[mark + offset] == FREE for offset in payload.messages)
 
     def _forget(self, entry: _Entry) -> None:
         for payload in entry[4]:

@@ -28,11 +28,13 @@ from fmq import (
     Message,
     PeerUnavailableError,
     Producer,
+    Publisher,
     QueueEmptyError,
     QueueFullError,
+    Subscriber,
     ViewsHeldError,
 )
-from fmq.paths import QueuePath
+from fmq.paths import QueuePath, TopicPath
 from fmq.producer import ProducerBase
 from shmq import collect
 from shmq.layout import HEAD, TAIL, tail_names
@@ -111,6 +113,20 @@ class Place:
         self._made.append(consumer)
         return consumer
 
+    def publisher(self, **options: Any) -> Publisher:
+        publisher = Publisher(self.queue, **{"ring_size": SMALL_RING, **self.where, **options})
+        self._made.append(publisher)
+        return publisher
+
+    def subscriber(self, **options: Any) -> Subscriber:
+        subscriber = Subscriber(self.queue, **{**self.where, **options})
+        self._made.append(subscriber)
+        return subscriber
+
+    def topic_segments(self) -> list[str]:
+        """The names of the topic's segments that are there."""
+        return names(TopicPath(self.queue, **self.where).rings)
+
     def segments(self) -> list[str]:
         """The names of the queue's segments that are there."""
         return names(self.path.rings)
@@ -137,6 +153,7 @@ class Place:
                 _left.append(thing)
         self._made.clear()
         collect(self.path.rings, discard=True)
+        collect(TopicPath(self.queue, **self.where).rings)
 
 
 def run_to_end(coroutine: Coroutine[Any, Any, Any], make_loop: Callable[[], Any] = asyncio.new_event_loop) -> Any:
@@ -168,7 +185,7 @@ def place_fixture() -> Iterator[Place]:
         place.close()
         assert not _left, "arrays that look into the ring are alive"
         assert place.files() == [], "sockets or locks were left behind"
-        assert place.segments() == [], "segments were left behind"
+        assert place.segments() + place.topic_segments() == [], "segments were left behind"
     finally:
         shutil.rmtree(place.directory, ignore_errors=True)
 

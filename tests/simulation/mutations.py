@@ -139,8 +139,8 @@ MUTATIONS = (
             (
                 ConsumerBase,
                 "_hear",
-                "while self._bell.readable() and (received := self._bell.receive()) is not None:",
-                "if self._bell.readable() and (received := self._bell.receive()) is not None:",
+                "while self._bell.readable() and (received := self._bell.receive_from()) is not None:",
+                "if self._bell.readable() and (received := self._bell.receive_from()) is not None:",
             ),
         ),
     ),
@@ -240,12 +240,12 @@ MUTATIONS = (
     Mutation(
         "free before the last read",
         "a message is free as soon as it is taken, before its body was copied out",
-        ((RingReader, "take", "memory[at + RELEASE_BYTE] = TAKEN", "memory[at + RELEASE_BYTE] = FREE"),),
+        ((RingReader, "take", "memory[self._mark + offset] = TAKEN", "memory[self._mark + offset] = FREE"),),
     ),
     Mutation(
         "freed under a view",
         "a message that was released is free although arrays of it are alive",
-        ((RingReader, "_settle", "+ RELEASE_BYTE] = DONE", "+ RELEASE_BYTE] = FREE"),),
+        ((RingReader, "_settle", "] = DONE", "] = FREE"),),
     ),
     Mutation(
         "reclaimed under a view",
@@ -260,7 +260,7 @@ MUTATIONS = (
             (
                 RingWriter,
                 "reclaim",
-                "elif target < 0 and memory[HEADER_BYTES + offset + RELEASE_BYTE] != FREE:",
+                "elif target < 0 and memory[mark + offset] != FREE:",
                 "elif False:",
             ),
         ),
@@ -317,7 +317,7 @@ MUTATIONS = (
     Mutation(
         "taken is forgotten",
         "what a consumer was handed that died is not delivered again",
-        ((RingReader, "_deliverable", "if DONE <= state <= SET_ASIDE:", "if state:"),),
+        ((RingReader, "_admit", "if DONE <= state <= SET_ASIDE:", "if state:"),),
     ),
     Mutation(
         "redelivered is not said",
@@ -334,7 +334,7 @@ MUTATIONS = (
     Mutation(
         "done comes again",
         "what was acknowledged while its arrays were alive is delivered to the next consumer",
-        ((RingReader, "_deliverable", "if DONE <= state <= SET_ASIDE:", "if DONE < state <= SET_ASIDE:"),),
+        ((RingReader, "_admit", "if DONE <= state <= SET_ASIDE:", "if DONE < state <= SET_ASIDE:"),),
     ),
     Mutation(
         "starts at head",
@@ -358,7 +358,7 @@ MUTATIONS = (
     Mutation(
         "ttl ignored",
         "a message is delivered after its time",
-        ((RingReader, "_deliverable", "if expires and expires <= time.monotonic_ns():", "if False:"),),
+        ((RingReader, "_expire", "if not expires or expires > time.monotonic_ns():", "if True:"),),
     ),
 )
 

@@ -137,7 +137,8 @@ def _names() -> Iterator[tuple[ModuleType, str, Any]]:
         yield front, "close_at_exit", _nothing
         yield front, "abandon_in_child", _nothing
         yield front, "collected", _nothing
-        yield front, "_RECHECK", RECHECK
+    yield fmq.producer, "RECHECK", RECHECK
+    yield fmq.consumer, "_RECHECK", RECHECK
     yield fmq.producer, "ProducerBell", ProducerBell
     yield fmq.producer, "consumer_is_alive", call("consumer_is_alive")
     yield fmq.producer, "LOCK_IS_FENCE", True

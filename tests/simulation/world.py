@@ -172,7 +172,7 @@ class ConsumerBell(Bell):
         self.number = self.world.bells_bound
         self.world.bound = self
 
-    def send(self, address: bytes, frame: bytes) -> None:
+    def send_to(self, address: bytes, frame: bytes) -> None:
         """As of the real one."""
         self._sending()
         self.world.say("send", frame)
@@ -181,10 +181,13 @@ class ConsumerBell(Bell):
                 bell.check_space(frame)
                 bell.way_in.append(frame)
 
-    def receive(self) -> tuple[bytes, bytes] | None:
+    def receive_from(self) -> tuple[bytes, bytes] | None:
         """As of the real one."""
         frame: tuple[bytes, bytes] | None = self._receive()
         return frame
+
+    def mind_descriptors(self) -> None:
+        """There is no limit of descriptors."""
 
     def close(self) -> None:
         """As of the real one."""

@@ -292,7 +292,7 @@ def test_one_who_waits_is_woken_by_the_other(
     place: Place, runner: Run, monkeypatch: pytest.MonkeyPatch, recheck: float
 ) -> None:
     monkeypatch.setattr("fmq.consumer._RECHECK", recheck)
-    monkeypatch.setattr("fmq.producer._RECHECK", recheck)
+    monkeypatch.setattr("fmq.producer.RECHECK", recheck)
 
     async def main() -> None:
         producer, consumer = place.async_producer(), place.async_consumer()

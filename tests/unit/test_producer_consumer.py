@@ -504,7 +504,7 @@ def test_a_ttl_that_is_no_time_is_refused_and_nothing_put(place: Place, ttl: flo
 def test_a_put_that_waits_goes_on_when_messages_are_released(
     place: Place, monkeypatch: pytest.MonkeyPatch, payload: object, recheck: float
 ) -> None:
-    monkeypatch.setattr("fmq.producer._RECHECK", recheck)
+    monkeypatch.setattr("fmq.producer.RECHECK", recheck)
     producer, consumer = place.producer(spill_limit=500_000), place.consumer()
     with ThreadPoolExecutor(1) as pool:
         for _ in range(10):
