@@ -240,8 +240,8 @@ class Team:
         reports = [report for report in self._answers(self._deadline) if report is not None]
         cpu = [report.cpu for report in reports]
         others = (busy_seconds() - busy - sum(cpu)) / (time.monotonic() - begun)
-        # A side without a partner is both; of two, the last is the sender.
-        seconds = reports[0].end - reports[-1].begin
+        # A side without a partner is both; of several, the last is the sender.
+        seconds = max(report.end for report in reports[:-1] or reports) - reports[-1].begin
         samples = [sample for report in reports for sample in report.samples]
         return Lap(count, seconds, cpu, samples, max(0.0, others))
 

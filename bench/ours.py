@@ -11,7 +11,7 @@ import time
 
 from bench.loads import MakeLoad, WrongContentError, check_stamp, stamp
 from bench.measure import PATIENCE, Place
-from fmq import AsyncConsumer, AsyncProducer, Consumer, Producer, QueueEmptyError
+from fmq import AsyncConsumer, AsyncProducer, Consumer, Producer, Publisher, QueueEmptyError, Subscriber
 
 # -- fmq --------------------------------------------------------------------------------------------------------------
 
@@ -104,6 +104,66 @@ class AsyncFmqReceiver:
         """Close the consumer and its event loop."""
         self._loop.run_until_complete(self._consumer.close())
         self._loop.close()
+
+
+class TopicSender:
+    """``Publisher.put``, once so many readers are there."""
+
+    def __init__(self, place: Place, load: MakeLoad, ring_size: int, readers: int) -> None:
+        self._load = load()
+        self._readers = readers
+        self._publisher = Publisher("b", namespace=place.namespace, runtime_dir=place.directory, ring_size=ring_size)
+
+    def run(self, first: int, count: int) -> list[float]:
+        """Put the messages."""
+        self._publisher.wait_for_readers(self._readers, timeout=PATIENCE)
+        for number in range(first, first + count):
+            self._publisher.put(self._load.make(number))
+        return []
+
+    def close(self) -> None:
+        """Close the publisher."""
+        self._publisher.close()
+
+
+class TopicReceiver(FmqReceiver):
+    """``Subscriber.get``, a look at the view, ``release``."""
+
+    def __init__(self, place: Place, load: MakeLoad) -> None:
+        self._load = load()
+        self._consumer = Subscriber("b", namespace=place.namespace, runtime_dir=place.directory)
+
+
+class EachSender:
+    """A queue for each reader: as many ``Producer.put``, and as many copies."""
+
+    def __init__(self, place: Place, load: MakeLoad, ring_size: int, readers: int) -> None:
+        self._load = load()
+        self._producers = [
+            Producer(f"b{number}", namespace=place.namespace, runtime_dir=place.directory, ring_size=ring_size)
+            for number in range(readers)
+        ]
+
+    def run(self, first: int, count: int) -> list[float]:
+        """Put each message into every queue."""
+        for number in range(first, first + count):
+            message = self._load.make(number)
+            for producer in self._producers:
+                producer.put(message)
+        return []
+
+    def close(self) -> None:
+        """Close the producers."""
+        for producer in self._producers:
+            producer.close()
+
+
+class EachReceiver(FmqReceiver):
+    """The consumer of one of those queues."""
+
+    def __init__(self, place: Place, load: MakeLoad, number: int) -> None:
+        self._load = load()
+        self._consumer = Consumer(f"b{number}", namespace=place.namespace, runtime_dir=place.directory)
 
 
 # -- probes of fmq: loans, idleness, a full ring ----------------------------------------------------------------------

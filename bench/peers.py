@@ -129,6 +129,53 @@ class AsyncPickleReceiver:
         self._loop.close()
 
 
+class FanSender:
+    """PUSH over ipc to each reader, without a copy; the payload is pickled once, with protocol 5."""
+
+    def __init__(self, place: Place, load: MakeLoad, readers: int) -> None:
+        self._load = load()
+        self._context = zmq.Context()
+        self._sockets = [self._context.socket(zmq.PUSH) for _ in range(readers)]
+        for number, socket in enumerate(self._sockets):
+            socket.setsockopt(zmq.SNDHWM, 2)
+            _limit_waiting(socket)
+            socket.connect(place.endpoint(f"z{number}"))
+
+    def run(self, first: int, count: int) -> list[float]:
+        """Pickle the messages and send each to all."""
+        for number in range(first, first + count):
+            pickled = pickle.dumps(self._load.make(number), 5)
+            for socket in self._sockets:
+                socket.send(pickled, copy=False)
+        return []
+
+    def close(self) -> None:
+        """Close sockets and context."""
+        self._context.destroy()
+
+
+class FanReceiver:
+    """PULL over ipc, without a copy; the payload is unpickled."""
+
+    def __init__(self, place: Place, load: MakeLoad, number: int) -> None:
+        self._load = load()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 2)
+        _limit_waiting(self._socket)
+        self._socket.bind(place.endpoint(f"z{number}"))
+
+    def run(self, first: int, count: int) -> list[float]:
+        """Receive, unpickle and check the messages."""
+        for number in range(first, first + count):
+            self._load.check(number, pickle.loads(self._socket.recv(copy=False).buffer))
+        return []
+
+    def close(self) -> None:
+        """Close socket and context."""
+        self._context.destroy()
+
+
 def _limit_waiting(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1000))
     socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE * 1000))

@@ -16,6 +16,10 @@ small
 idle
     The CPU time of a consumer that waits in ``get`` and of a connected producer that does nothing, as a share of one
     core. Both processes, all threads.
+topics
+    Arrays of 64 MiB in a dict, from one process to 1, 2, 4 and 8, each of which looks at one byte of each page.
+    *topic*: one record for all. *a queue each*: a copy for each reader. *zmq + pickle*: pickled once, pushed to each
+    over ipc.
 memory
     The resident memory of both sides after each hundredth of the messages. The growth counts from 20 % of them on;
     before, the ring's pages are touched for the first time, which counts as resident memory, too.
@@ -42,12 +46,16 @@ from bench.ours import (
     AsyncFmqReceiver,
     AsyncFmqSender,
     AsyncIdleReceiver,
+    EachReceiver,
+    EachSender,
     FmqReceiver,
     FmqSender,
     IdleReceiver,
     IdleSender,
     LoanReceiver,
     LoanSender,
+    TopicReceiver,
+    TopicSender,
 )
 from bench.peers import (
     AsyncPickleReceiver,
@@ -55,6 +63,8 @@ from bench.peers import (
     BareReceiver,
     BareSender,
     Copier,
+    FanReceiver,
+    FanSender,
     SegmentReceiver,
     SegmentSender,
     ZmqReceiver,
@@ -69,6 +79,7 @@ LARGE_RING = 256 * MIB
 SMALL_RING = 64 * MIB
 MEMORY_RING = 4 * MIB
 RESTARTS = 20
+READERS = (1, 2, 4, 8)
 SLICES = 100
 SETTLED = 20
 """Slices after which memory has to be flat."""
@@ -174,6 +185,27 @@ def _bare(load: MakeLoad, nbytes: int) -> Sides:
 
 def _loans(nbytes: int) -> Sides:
     return lambda place: [partial(LoanReceiver, place), partial(LoanSender, place, nbytes, LARGE_RING)]
+
+
+def _topic(load: MakeLoad, readers: int) -> Sides:
+    return lambda place: [
+        *[partial(TopicReceiver, place, load)] * readers,
+        partial(TopicSender, place, load, LARGE_RING, readers),
+    ]
+
+
+def _each(load: MakeLoad, readers: int) -> Sides:
+    return lambda place: [
+        *[partial(EachReceiver, place, load, number) for number in range(readers)],
+        partial(EachSender, place, load, LARGE_RING, readers),
+    ]
+
+
+def _fan(load: MakeLoad, readers: int) -> Sides:
+    return lambda place: [
+        *[partial(FanReceiver, place, load, number) for number in range(readers)],
+        partial(FanSender, place, load, readers),
+    ]
 
 
 def _contest(plan: Plan, contestants: dict[str, Sides], warmup: int) -> dict[str, Course]:
@@ -300,6 +332,28 @@ def idle(plan: Plan) -> Result:
     return result
 
 
+def topics(plan: Plan) -> Result:
+    """One large message to several readers."""
+    result = Result()
+    load = partial(Arrays, plan.loan)
+    for readers in READERS:
+        contestants = {
+            "topic": _topic(load, readers),
+            "a queue each": _each(load, readers),
+            "zmq + pickle": _fan(load, readers),
+        }
+        key = f"{readers} reader{'s' if readers > 1 else ''}"
+        courses = _contest(plan, contestants, warmup=4)
+        for name, course in courses.items():
+            speed = Spread.of([rate * plan.loan * readers / GB for rate in course.rates])
+            result.figures.append(Figure(f"{key}, {name}", speed, "GB/s seen"))
+        for name in ("a queue each", "zmq + pickle"):
+            ratio = ratios(courses["topic"].rates, courses[name].rates)
+            result.figures.append(Figure(f"{key}, topic / {name}", ratio, "x"))
+        result.add_laps(courses, key)
+    return result
+
+
 def memory(plan: Plan) -> Result:
     """Resident memory over many messages of 64 bytes to 1 KiB."""
     load = partial(Blobs, 64, KIB)
@@ -380,6 +434,7 @@ SUITES: dict[str, Callable[[Plan], Result]] = {
     "throughput": throughput,
     "loans": loans,
     "small": small,
+    "topics": topics,
     "idle": idle,
     "memory": memory,
     "deaths": deaths,
