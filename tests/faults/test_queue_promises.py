@@ -67,7 +67,7 @@ def test_messages_arrive_though_no_doorbell_ever_does(place: Place, monkeypatch:
 def test_a_put_gets_its_space_though_no_word_of_the_consumer_ever_arrives(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ConsumerBell, "send", lambda self, address, frame: None)
+    monkeypatch.setattr(ConsumerBell, "send_to", lambda self, address, frame: None)
     producer, consumer = place.producer(), place.consumer()
     with ThreadPoolExecutor(1) as pool:
         for _ in range(10):
