@@ -8,10 +8,12 @@ event loop. Closing the generator, after a timeout or a cancellation, makes it g
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import numbers
+import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Executor
 from threading import TIMEOUT_MAX
 from typing import TypeAlias, TypeVar
@@ -104,52 +106,82 @@ async def run_async(
 
 
 class LoopWaiter:
-    """Wakes tasks when a descriptor becomes readable. Serves one event loop after another."""
+    """Wakes tasks when a descriptor becomes readable. Serves any number of event loops, in one thread each."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self._descriptors = tuple(descriptors)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._lock = threading.Lock()
+        self._waiting: dict[asyncio.AbstractEventLoop, set[asyncio.Future[None]]] = {}
         self._when_idle: Callable[[], None] | None = None
 
     async def wait(self, timeout: float) -> None:
         """Wait until a descriptor is readable, for at most ``timeout`` seconds."""
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            # The tasks of a loop that is gone are gone with it.
-            self._loop = loop
-            self._waiting = set()
         future: asyncio.Future[None] = loop.create_future()
-        if not self._waiting:
-            for descriptor in self._descriptors:
-                loop.add_reader(descriptor, self._wake)
-        self._waiting.add(future)
+        with self._lock:
+            waiting = self._waiting.get(loop)
+            if waiting is None:
+                # The tasks of a loop that is closed are gone with it.
+                self._waiting = {other: theirs for other, theirs in self._waiting.items() if not other.is_closed()}
+                waiting = self._waiting[loop] = set()
+                for descriptor in self._descriptors:
+                    loop.add_reader(descriptor, self._wake, loop)
+            waiting.add(future)
         timer = loop.call_later(timeout, _finish, future)
         try:
             await future
         finally:
             timer.cancel()
-            self._waiting.discard(future)
-            if not self._waiting:
+            self._leave(loop, future)
+
+    def _leave(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+        when_idle = None
+        with self._lock:
+            waiting = self._waiting.get(loop)
+            if waiting is None:
+                return
+            waiting.discard(future)
+            if not waiting:
                 for descriptor in self._descriptors:
                     loop.remove_reader(descriptor)
-                if self._when_idle is not None:
-                    self._when_idle()
+                del self._waiting[loop]
+                if not self._waiting:
+                    when_idle, self._when_idle = self._when_idle, None
+        if when_idle is not None:
+            when_idle()
 
     def close(self, when_idle: Callable[[], None]) -> None:
         """Wake all who wait, and call ``when_idle`` when none is left: only then may the descriptors be closed.
 
         May be called from any thread.
         """
-        loop = self._loop
-        if not self._waiting or loop is None or loop.is_closed():
-            when_idle()
-            return
-        self._when_idle = when_idle
-        loop.call_soon_threadsafe(self._wake)
+        with self._lock:
+            loops = [loop for loop in self._waiting if not loop.is_closed()]
+            if loops:
+                self._when_idle = when_idle
+                self._call_in(loops)
+                return
+        when_idle()
 
-    def _wake(self) -> None:
-        for future in self._waiting:
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake the tasks of ``loop``, in its thread, and those of the other loops, which may have missed the edge."""
+        with self._lock:
+            futures = list(self._waiting.get(loop, ()))
+            if len(self._waiting) > 1:
+                self._call_in(other for other in self._waiting if other is not loop)
+        for future in futures:
+            _finish(future)
+
+    def _call_in(self, loops: Iterable[asyncio.AbstractEventLoop]) -> None:
+        for loop in loops:
+            # A loop may be closed at any moment, and nobody waits in it then.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._finish_all, loop)
+
+    def _finish_all(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            futures = list(self._waiting.get(loop, ()))
+        for future in futures:
             _finish(future)
 
 

@@ -296,6 +296,49 @@ def test_a_loop_that_was_never_closed_does_not_keep_the_next_one_from_waking(nud
     left.close()
 
 
+def test_tasks_of_loops_in_several_threads_are_all_woken_by_one_descriptor() -> None:
+    read, write = os.pipe()
+    waiter = LoopWaiter([read])
+    waiting = threading.Barrier(5)
+
+    async def stay() -> None:
+        task = asyncio.create_task(waiter.wait(3600))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(waiting.wait, 20)
+        await asyncio.wait_for(task, 20)
+
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            tasks = [pool.submit(asyncio.run, stay()) for _ in range(4)]
+            waiting.wait(20)
+            os.write(write, b"x")
+            for task in tasks:
+                task.result(20)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_what_is_to_be_done_when_idle_is_done_once_when_no_loop_waits_any_more(nudge: Nudge) -> None:
+    waiter = LoopWaiter([nudge.fileno()])
+    waiting = threading.Barrier(4)
+    idle: list[int] = []
+
+    async def stay() -> None:
+        task = asyncio.create_task(waiter.wait(3600))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(waiting.wait, 20)
+        await asyncio.wait_for(task, 20)
+
+    with ThreadPoolExecutor(3) as pool:
+        tasks = [pool.submit(asyncio.run, stay()) for _ in range(3)]
+        waiting.wait(20)
+        waiter.close(lambda: idle.append(1))
+        for task in tasks:
+            task.result(20)
+    assert idle == [1]
+
+
 def test_a_timeout_that_is_no_number_is_refused_in_words() -> None:
     with pytest.raises(TypeError, match=r"number of seconds, or None.*'soon'"):
         deadline_of("soon")  # type: ignore[arg-type]
