@@ -1,14 +1,17 @@
 """The message queue: rings in shared memory, ZeroMQ messages as doorbells."""
 
+from fmq.config import Config, Endpoint, EndpointManager, EndpointType, Role, SocketOptions
 from fmq.consumer import AsyncConsumer, Consumer
 from fmq.errors import (
     ClosedError,
     CodecRefusedError,
+    ConfigError,
     DecodeError,
     DTypeError,
     EncodeError,
     FmqError,
     ForkedError,
+    OwnerThreadError,
     PeerUnavailableError,
     ProtocolError,
     QueueEmptyError,
@@ -16,7 +19,9 @@ from fmq.errors import (
     QueueInUseError,
     QueueNameError,
     QueueTimeoutError,
+    RoleError,
 )
+from fmq.fastdeploy import FMQ, Descriptor, FMQFactory, Queue
 from fmq.lifetime import exit_on_signals
 from fmq.message import Message, SetAside
 from fmq.producer import AsyncProducer, Producer
@@ -33,35 +38,48 @@ from shmq.errors import (
 )
 
 __all__ = [
+    "FMQ",
     "AsyncConsumer",
     "AsyncProducer",
     "AsyncPublisher",
     "AsyncSubscriber",
     "ClosedError",
     "CodecRefusedError",
+    "Config",
+    "ConfigError",
     "Consumer",
     "CorruptRecordError",
     "DTypeError",
     "DecodeError",
+    "Descriptor",
     "EncodeError",
+    "Endpoint",
+    "EndpointManager",
+    "EndpointType",
+    "FMQFactory",
     "FmqError",
     "ForkedError",
     "Message",
+    "OwnerThreadError",
     "PeerUnavailableError",
     "Producer",
     "ProtocolError",
     "Publisher",
+    "Queue",
     "QueueEmptyError",
     "QueueFullError",
     "QueueInUseError",
     "QueueNameError",
     "QueueTimeoutError",
     "ReaderDroppedError",
+    "Role",
+    "RoleError",
     "SegmentError",
     "SegmentLimitError",
     "SegmentSpaceError",
     "SetAside",
     "ShmqError",
+    "SocketOptions",
     "Subscriber",
     "TooLargeError",
     "ViewsHeldError",

@@ -61,5 +61,17 @@ class CodecRefusedError(DecodeError):
     """A message is encoded in a way that its consumer was not told to accept: with pickle, say. It was not decoded."""
 
 
+class ConfigError(FmqError, ValueError):
+    """A setting has a wrong key, type or value. The error names its path."""
+
+
+class RoleError(FmqError, PermissionError):
+    """``put`` on a consumer's queue, or ``get`` on a producer's."""
+
+
+class OwnerThreadError(FmqError, RuntimeError):
+    """What belongs to one thread was used in another."""
+
+
 class ProtocolError(FmqError):
     """A peer sent what the protocol does not know: another version of this package, or something else altogether."""
