@@ -31,6 +31,7 @@ class Core(Protocol):
 P = TypeVar("P", bound=ProducerBase)
 C = TypeVar("C", bound=ConsumerBase)
 K = TypeVar("K", bound=Core)
+T = TypeVar("T")
 
 
 class Context:
@@ -140,33 +141,36 @@ class Component:
         """Close in order; to be awaited, if the component is for asyncio. Idempotent."""
         raise NotImplementedError
 
-    # -- the core -----------------------------------------------------------------------------------------------------
 
-    def _make_producer(self, kind: type[P]) -> P:
-        endpoint = self.endpoint
-        assert endpoint.codec is not None
-        if endpoint.protocol == "tcp":
-            return cast(P, remote_producer(kind, endpoint))
-        assert endpoint.ring_size is not None
-        assert endpoint.spill_limit is not None
-        queue, runtime_dir = self.config.place(self.name)
-        return kind(
-            queue,
-            namespace=self.config.namespace,
-            ring_size=endpoint.ring_size,
-            spill_limit=endpoint.spill_limit,
-            codec=endpoint.codec,
-            runtime_dir=runtime_dir,
-        )
+def make_producer(kind: type[P], config: Config, name: str) -> P:
+    """The producer of an endpoint."""
+    endpoint = config.endpoint(name)
+    if endpoint.protocol == "tcp":
+        return cast(P, remote_producer(kind, endpoint))
+    queue, runtime_dir = config.place(name)
+    return kind(
+        queue,
+        namespace=config.namespace,
+        ring_size=_set(endpoint.ring_size),
+        spill_limit=_set(endpoint.spill_limit),
+        codec=_set(endpoint.codec),
+        runtime_dir=runtime_dir,
+    )
 
-    def _make_consumer(self, kind: type[C]) -> C:
-        endpoint = self.endpoint
-        assert endpoint.codec is not None
-        accept = ("msgpack", "pickle") if endpoint.codec == "pickle" else ("msgpack",)
-        if endpoint.protocol == "tcp":
-            return cast(C, remote_consumer(kind, endpoint, accept))
-        queue, runtime_dir = self.config.place(self.name)
-        return kind(queue, namespace=self.config.namespace, accept=accept, runtime_dir=runtime_dir)
+
+def make_consumer(kind: type[C], config: Config, name: str) -> C:
+    """The consumer of an endpoint."""
+    endpoint = config.endpoint(name)
+    accept = ("msgpack", "pickle") if endpoint.codec == "pickle" else ("msgpack",)
+    if endpoint.protocol == "tcp":
+        return cast(C, remote_consumer(kind, endpoint, accept))
+    queue, runtime_dir = config.place(name)
+    return kind(queue, namespace=config.namespace, accept=accept, runtime_dir=runtime_dir)
+
+
+def _set(value: T | None) -> T:
+    assert value is not None
+    return value
 
 
 def seconds_of(timeout: float | None) -> float | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fmq.config import Role
 from fmq.consumer import AsyncConsumer
 from fmq.errors import QueueEmptyError, RoleError
-from fmq.fastdeploy.component import Component, Lazy, Socket, seconds_of
+from fmq.fastdeploy.component import Component, Lazy, Socket, make_consumer, make_producer, seconds_of
 from fmq.fastdeploy.message import Message
 from fmq.producer import AsyncProducer
 
@@ -65,8 +66,12 @@ class Queue(QueueBase):
 
     def __init__(self, context: Any, name: str, role: Role | str = Role.PRODUCER) -> None:
         super().__init__(context, name, role)
-        self._producer = Lazy(f"this producer of queue {name}", lambda: self._make_producer(AsyncProducer))
-        self._consumer = Lazy(f"this consumer of queue {name}", lambda: self._make_consumer(AsyncConsumer))
+        self._producer = Lazy(
+            f"this producer of queue {name}", partial(make_producer, AsyncProducer, self.config, name)
+        )
+        self._consumer = Lazy(
+            f"this consumer of queue {name}", partial(make_consumer, AsyncConsumer, self.config, name)
+        )
 
     @property
     def _lazy(self) -> Lazy[Any]:

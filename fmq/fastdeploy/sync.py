@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from functools import partial
 from typing import Any, ClassVar
 
 from fmq.config import EndpointManager, Role
 from fmq.consumer import Consumer
 from fmq.errors import OwnerThreadError, QueueEmptyError
-from fmq.fastdeploy.component import Context, Lazy, seconds_of
+from fmq.fastdeploy.component import Context, Lazy, make_consumer, make_producer, seconds_of
 from fmq.fastdeploy.factory import Links
 from fmq.fastdeploy.queue import SHM_THRESHOLD, QueueBase
 from fmq.producer import Producer
@@ -32,8 +33,8 @@ class Queue(QueueBase):
     def __init__(self, context: Any, name: str, role: Role | str = Role.PRODUCER) -> None:
         super().__init__(context, name, role)
         self._owner = threading.get_ident()
-        self._producer = Lazy(f"this producer of queue {name}", lambda: self._make_producer(Producer))
-        self._consumer = Lazy(f"this consumer of queue {name}", lambda: self._make_consumer(Consumer))
+        self._producer = Lazy(f"this producer of queue {name}", partial(make_producer, Producer, self.config, name))
+        self._consumer = Lazy(f"this consumer of queue {name}", partial(make_consumer, Consumer, self.config, name))
 
     @property
     def _lazy(self) -> Lazy[Any]:
