@@ -20,8 +20,9 @@ from fmq.errors import (
     QueueNameError,
     QueueTimeoutError,
     RoleError,
+    SubscribedError,
 )
-from fmq.fastdeploy import FMQ, Descriptor, FMQFactory, Queue
+from fmq.fastdeploy import FMQ, Descriptor, FMQFactory, Queue, Topic
 from fmq.lifetime import exit_on_signals
 from fmq.message import Message, SetAside
 from fmq.producer import AsyncProducer, Producer
@@ -80,8 +81,10 @@ __all__ = [
     "SetAside",
     "ShmqError",
     "SocketOptions",
+    "SubscribedError",
     "Subscriber",
     "TooLargeError",
+    "Topic",
     "ViewsHeldError",
     "exit_on_signals",
 ]

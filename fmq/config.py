@@ -18,6 +18,7 @@ import zmq
 from fmq.errors import ConfigError
 from fmq.paths import QueuePath, default_runtime_dir
 from fmq.producer import CLOSE_TIMEOUT, RING_SIZE, SPILL_LIMIT, TIMEOUT
+from fmq.topics import PATIENCE
 
 ENVIRONMENT = "FMQ_CONFIG_JSON"
 
@@ -27,6 +28,7 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$"
 Path = Annotated[str, msgspec.Meta(min_length=1)]
 Protocol = Literal["ipc", "tcp"]
 Codec = Literal["pickle", "msgpack"]
+Policy = Literal["block", "skip", "drop"]
 RingSize = Annotated[int, msgspec.Meta(ge=64 * 1024, le=64 * 1024 * MIB)]
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -35,7 +37,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=-1)]
 
 
-_COMMON = ("io_threads", "copy", "ring_size", "spill_limit", "put_timeout", "codec")
+_COMMON = ("io_threads", "copy", "ring_size", "spill_limit", "put_timeout", "codec", "policy", "patience")
 """The settings that an endpoint may have of its own."""
 
 
@@ -93,6 +95,8 @@ class Endpoint(msgspec.Struct, frozen=True):
     spill_limit: Bytes | None = None
     put_timeout: Seconds | None = None
     codec: Codec | None = None
+    policy: Policy | None = None
+    patience: Seconds | None = None
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -110,6 +114,8 @@ class Config(msgspec.Struct, frozen=True):
         put_timeout: how long ``put`` waits for room.
         close_timeout: how long closing a producer waits until everything is done.
         codec: "pickle" for any object, or "msgpack", which never runs what a message says.
+        policy: what becomes of readers of a topic that are too slow; see PublisherBase.
+        patience: how long ``pub`` waits for them before.
     """
 
     ipc_root: Path | None = None
@@ -123,6 +129,8 @@ class Config(msgspec.Struct, frozen=True):
     put_timeout: Seconds = TIMEOUT
     close_timeout: Seconds = CLOSE_TIMEOUT
     codec: Codec = "pickle"
+    policy: Policy = "block"
+    patience: Seconds = PATIENCE
 
     @property
     def closing(self) -> float:

@@ -73,5 +73,9 @@ class OwnerThreadError(FmqError, RuntimeError):
     """What belongs to one thread was used in another."""
 
 
+class SubscribedError(FmqError, RuntimeError):
+    """``sub`` was called on a topic that has a callback already."""
+
+
 class ProtocolError(FmqError):
     """A peer sent what the protocol does not know: another version of this package, or something else altogether."""

@@ -5,6 +5,7 @@ from fmq.fastdeploy.component import Context
 from fmq.fastdeploy.factory import FMQ, FMQFactory
 from fmq.fastdeploy.message import Descriptor, Message
 from fmq.fastdeploy.queue import Queue
+from fmq.fastdeploy.topic import Topic
 
 __all__ = [
     "FMQ",
@@ -19,4 +20,5 @@ __all__ = [
     "Queue",
     "Role",
     "SocketOptions",
+    "Topic",
 ]

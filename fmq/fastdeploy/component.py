@@ -11,9 +11,10 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from fmq.config import Config, Endpoint, EndpointManager
 from fmq.consumer import ConsumerBase
-from fmq.errors import ClosedError
+from fmq.errors import ClosedError, ConfigError
 from fmq.fastdeploy.remote import remote_consumer, remote_producer
 from fmq.producer import ProducerBase
+from fmq.topics import PublisherBase, SubscriberBase
 from shmq.segment import abandon_in_child
 
 
@@ -30,6 +31,8 @@ class Core(Protocol):
 
 P = TypeVar("P", bound=ProducerBase)
 C = TypeVar("C", bound=ConsumerBase)
+Pub = TypeVar("Pub", bound=PublisherBase)
+Sub = TypeVar("Sub", bound=SubscriberBase)
 K = TypeVar("K", bound=Core)
 T = TypeVar("T")
 
@@ -161,11 +164,43 @@ def make_producer(kind: type[P], config: Config, name: str) -> P:
 def make_consumer(kind: type[C], config: Config, name: str) -> C:
     """The consumer of an endpoint."""
     endpoint = config.endpoint(name)
-    accept = ("msgpack", "pickle") if endpoint.codec == "pickle" else ("msgpack",)
+    accept = _accepted(config, name)
     if endpoint.protocol == "tcp":
         return cast(C, remote_consumer(kind, endpoint, accept))
     queue, runtime_dir = config.place(name)
     return kind(queue, namespace=config.namespace, accept=accept, runtime_dir=runtime_dir)
+
+
+def make_publisher(kind: type[Pub], config: Config, name: str) -> Pub:
+    """The publisher of an endpoint."""
+    endpoint = config.endpoint(name)
+    topic, runtime_dir = _topic_place(config, name)
+    return kind(
+        topic,
+        namespace=config.namespace,
+        ring_size=_set(endpoint.ring_size),
+        spill_limit=_set(endpoint.spill_limit),
+        codec=_set(endpoint.codec),
+        policy=_set(endpoint.policy),
+        patience=_set(endpoint.patience),
+        runtime_dir=runtime_dir,
+    )
+
+
+def make_subscriber(kind: type[Sub], config: Config, name: str) -> Sub:
+    """A subscriber of an endpoint."""
+    topic, runtime_dir = _topic_place(config, name)
+    return kind(topic, namespace=config.namespace, accept=_accepted(config, name), runtime_dir=runtime_dir)
+
+
+def _topic_place(config: Config, name: str) -> tuple[str, str]:
+    if config.endpoint(name).protocol == "tcp":
+        raise ConfigError(f"topic {name}: a topic lies in shared memory, and can't have an endpoint of protocol tcp")
+    return config.place(name)
+
+
+def _accepted(config: Config, name: str) -> tuple[str, ...]:
+    return ("msgpack", "pickle") if config.endpoint(name).codec == "pickle" else ("msgpack",)
 
 
 def _set(value: T | None) -> T:

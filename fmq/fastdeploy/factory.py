@@ -9,6 +9,7 @@ from fmq.config import EndpointManager, Role
 from fmq.errors import ConfigError
 from fmq.fastdeploy.component import Context
 from fmq.fastdeploy.queue import Queue
+from fmq.fastdeploy.topic import Topic
 from shmq import ShmqError
 from shmq.segment import abandon_in_child, no_fork
 
@@ -46,6 +47,10 @@ class FMQ:
     def queue(self, name: str, role: Role | str = Role.PRODUCER) -> Queue:
         """A new object for one side of a queue."""
         return Queue(self.context, name, role)
+
+    def topic(self, name: str) -> Topic:
+        """A new object for a topic."""
+        return Topic(self.context, name)
 
     async def destroy(self) -> None:
         """Close all queues and topics that were made here; the next FMQ reads the settings anew.

@@ -5,23 +5,38 @@ A Queue belongs to the thread that made it. Each FMQ is of its own, and so is wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
 from fmq.config import EndpointManager, Role
 from fmq.consumer import Consumer
 from fmq.errors import OwnerThreadError, QueueEmptyError
-from fmq.fastdeploy.component import Context, Lazy, make_consumer, make_producer, seconds_of
+from fmq.fastdeploy.component import (
+    Context,
+    Lazy,
+    make_consumer,
+    make_producer,
+    make_publisher,
+    make_subscriber,
+    seconds_of,
+)
 from fmq.fastdeploy.factory import Links
 from fmq.fastdeploy.queue import SHM_THRESHOLD, QueueBase
+from fmq.fastdeploy.topic import TopicBase
 from fmq.producer import Producer
-from shmq import ShmqError
+from fmq.topics import Publisher, Subscriber
+from shmq import ShmqError, ViewsHeldError
 
 GET_TIMEOUT = 1000.0
 """Milliseconds that ``get`` waits."""
+
+_LOOK_SECONDS = 0.1
+"""How often the thread of a topic looks whether it is to stop."""
 
 
 class Queue(QueueBase):
@@ -83,6 +98,96 @@ class Queue(QueueBase):
             )
 
 
+class Topic(TopicBase):
+    """What one publishes, all subscribers get: the payload, read-only, where it lies. See TopicBase."""
+
+    def __init__(self, context: Any, name: str) -> None:
+        super().__init__(context, name)
+        self._publisher = Lazy(f"this publisher of topic {name}", partial(make_publisher, Publisher, self.config, name))
+        self._met = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._subscriber = Lazy(
+            f"this subscriber of topic {self.name}", partial(make_subscriber, Subscriber, self.config, self.name)
+        )
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+
+    def pub(self, data: Any) -> int:
+        """Put something for all subscribers that there are; the first time, wait until there is one.
+
+        Waits up to the setting ``put_timeout`` for that, and for room. Raises QueueTimeoutError, QueueFullError,
+        QueueInUseError if the topic has another publisher, EncodeError, TooLargeError, SegmentSpaceError, ClosedError.
+        """
+        publisher = self._publisher.open()
+        if not self._met:
+            publisher.wait_for_readers(timeout=self.endpoint.put_timeout)
+            self._met = True
+        return int(publisher.put(data, timeout=self.endpoint.put_timeout))
+
+    def sub(self, callback: Callable[[Any], object]) -> None:
+        """Call ``callback`` with every payload from now on, in a thread, until ``stop_sub``. Errors of it are logged.
+
+        Raises SubscribedError, a RuntimeError, if there is a callback already.
+        """
+        if self._thread is not None:
+            if self._thread.is_alive():
+                raise self._subscribed()
+            self.stop_sub()
+        self._stopping = threading.Event()
+        work = (self._subscriber.open(), callback, self._stopping)
+        self._thread = threading.Thread(target=self._receive, args=work, name=f"fmq-{self.name}", daemon=True)
+        self._thread.start()
+
+    def stop_sub(self) -> None:
+        """Call the callback no more, not even for what was published already. The callback may call this, too.
+
+        Raises ViewsHeldError while arrays of payloads are alive; to be called again then.
+        """
+        thread, subscriber = self._thread, self._subscriber.core
+        self._stopping.set()
+        if thread is not None:
+            if thread is threading.current_thread():
+                # Which goes on from here, and ends when the callback has.
+                return
+            thread.join()
+        if subscriber is not None:
+            subscriber.close()
+        self._begin()
+
+    def close(self) -> None:
+        """Stop the callback, and close the publisher as a Queue's producer."""
+        self.stop_sub()
+        publisher = self._publisher.shut()
+        if publisher is not None:
+            publisher.close(timeout=self.config.closing)
+
+    def _receive(self, subscriber: Subscriber, callback: Callable[[Any], object], stopping: threading.Event) -> None:
+        while not stopping.is_set():
+            try:
+                held = subscriber.get(timeout=_LOOK_SECONDS)
+            except QueueEmptyError:
+                continue
+            except ShmqError as error:
+                if self._ends(error):
+                    return
+                continue
+            payload = held.detach() if self.endpoint.copy else held.payload
+            del held
+            self._call(callback, payload)
+            del payload
+        # Whoever called stop_sub, and is not this thread, closes it again, and is told of arrays that are alive.
+        with contextlib.suppress(ViewsHeldError):
+            subscriber.close()
+
+    def _call(self, callback: Callable[[Any], object], payload: Any) -> None:
+        try:
+            callback(payload)
+        except Exception:
+            self._failed()
+
+
 class FMQ:
     """Makes queues and topics. Its settings are read when it is made, as those of the asynchronous form."""
 
@@ -92,6 +197,10 @@ class FMQ:
     def queue(self, name: str, role: Role | str = Role.PRODUCER) -> Queue:
         """A new object for one side of a queue."""
         return Queue(self.context, name, role)
+
+    def topic(self, name: str) -> Topic:
+        """A new object for a topic."""
+        return Topic(self.context, name)
 
     def destroy(self) -> None:
         """Close all that was made here; raises the first error that this raised, when the others are closed."""

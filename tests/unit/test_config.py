@@ -28,6 +28,8 @@ EVERYTHING = {
             "spill_limit": 0,
             "put_timeout": 1.5,
             "codec": "msgpack",
+            "policy": "drop",
+            "patience": 0,
         },
     },
     "socket_config": {"sndhwm": 1, "rcvhwm": 2, "linger": 250, "sndbuf": 3, "rcvbuf": 4, "immediate": 0},
@@ -37,6 +39,8 @@ EVERYTHING = {
     "put_timeout": 2,
     "close_timeout": 3.5,
     "codec": "msgpack",
+    "policy": "skip",
+    "patience": 0.5,
 }
 
 
@@ -54,7 +58,14 @@ def test_every_setting_is_read_and_endpoints_are_endpoints() -> None:
         endpoints={
             "q_a2e": Endpoint("tcp", "10.0.0.1:5555", io_threads=3, copy=False),
             "q_e2w": Endpoint(
-                "ipc", "/run/other/tasks", ring_size=1 << 20, spill_limit=0, put_timeout=1.5, codec="msgpack"
+                "ipc",
+                "/run/other/tasks",
+                ring_size=1 << 20,
+                spill_limit=0,
+                put_timeout=1.5,
+                codec="msgpack",
+                policy="drop",
+                patience=0.0,
             ),
         },
         socket_config=SocketOptions(1, 2, 250, 3, 4, 0),
@@ -64,6 +75,8 @@ def test_every_setting_is_read_and_endpoints_are_endpoints() -> None:
         put_timeout=2.0,
         close_timeout=3.5,
         codec="msgpack",
+        policy="skip",
+        patience=0.5,
     )
 
 
