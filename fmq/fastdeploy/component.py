@@ -149,7 +149,7 @@ def make_producer(kind: type[P], config: Config, name: str) -> P:
     """The producer of an endpoint."""
     endpoint = config.endpoint(name)
     if endpoint.protocol == "tcp":
-        return cast(P, remote_producer(kind, endpoint))
+        return cast(P, remote_producer(kind, config, name))
     queue, runtime_dir = config.place(name)
     return kind(
         queue,
@@ -163,12 +163,10 @@ def make_producer(kind: type[P], config: Config, name: str) -> P:
 
 def make_consumer(kind: type[C], config: Config, name: str) -> C:
     """The consumer of an endpoint."""
-    endpoint = config.endpoint(name)
-    accept = _accepted(config, name)
-    if endpoint.protocol == "tcp":
-        return cast(C, remote_consumer(kind, endpoint, accept))
+    if config.endpoint(name).protocol == "tcp":
+        return cast(C, remote_consumer(kind, config, name))
     queue, runtime_dir = config.place(name)
-    return kind(queue, namespace=config.namespace, accept=accept, runtime_dir=runtime_dir)
+    return kind(queue, namespace=config.namespace, accept=_accepted(config, name), runtime_dir=runtime_dir)
 
 
 def make_publisher(kind: type[Pub], config: Config, name: str) -> Pub:

@@ -118,7 +118,5 @@ class Queue(QueueBase):
         consumer's messages are alive.
         """
         core = self._lazy.shut()
-        if isinstance(core, AsyncProducer):
-            await core.close(timeout=self.config.closing)
-        elif core is not None:
-            await core.close()
+        if core is not None:
+            await (core.close(timeout=self.config.closing) if self.role is Role.PRODUCER else core.close())

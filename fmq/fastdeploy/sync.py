@@ -85,10 +85,11 @@ class Queue(QueueBase):
     def close(self) -> None:
         """As Queue.close of the asynchronous form, and blocks. Any thread."""
         core = self._lazy.shut()
-        if isinstance(core, Producer):
-            core.close(timeout=self.config.closing)
-        elif core is not None:
-            core.close()
+        if core is not None:
+            if self.role is Role.PRODUCER:
+                core.close(timeout=self.config.closing)
+            else:
+                core.close()
 
     def _has_to_be_owner(self) -> None:
         if threading.get_ident() != self._owner:

@@ -56,9 +56,7 @@ class TopicBase(Component):
 
     def _failed(self) -> None:
         # As text: a record of the error itself would keep its traceback, and the arrays in it.
-        logger.error(
-            "topic %s: the callback failed, and is called again:\n%s", self.name, traceback.format_exc()
-        )
+        logger.error("topic %s: the callback failed, and is called again:\n%s", self.name, traceback.format_exc())
 
 
 class Topic(TopicBase):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import os
+import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +44,7 @@ from fmq.fastdeploy import Context, Message, sync
 from shmq import SegmentMissingError
 from shmq.segment import DIRECTORY
 from tests.faces import RING, Settings, segments, settings_fixture
-from tests.queues import DEADLINE_S, Child, Place, Run, lies_in, place_fixture, runner_fixture
+from tests.queues import DEADLINE_S, Child, Place, Run, eventually, lies_in, place_fixture, runner_fixture
 
 __all__ = ["place_fixture", "runner_fixture", "settings_fixture"]
 
@@ -425,11 +428,10 @@ def test_a_queue_may_be_closed_by_another_thread_while_one_waits(settings: Setti
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(asyncio.run, wait())
-        while (socket := consumer.socket) is None:
-            time.sleep(0.001)
-        socket.close()
+        handle = eventually(lambda: consumer.socket, "it was opened")
+        handle.close()
         waiting.result(DEADLINE_S)
-    assert socket.closed
+    assert handle.closed
     assert consumer.socket is None
 
 
@@ -533,6 +535,50 @@ def test_a_queue_that_is_dropped_is_closed_at_once_and_what_it_put_is_delivered(
         del producer
     assert len(segments(place)) == 1
     assert sync.FMQFactory.q_a2e_consumer().get() == "kept"
+
+
+# -- tcp --------------------------------------------------------------------------------------------------------------
+
+
+def test_pickles_are_not_taken_over_tcp(settings: Settings) -> None:
+    settings(endpoints={"q_a2e": {"protocol": "tcp", "address": "127.0.0.1:1", "codec": "pickle"}})
+    if importlib.util.find_spec("fmq.remote") is None:
+        pytest.skip("there is no tcp in this version")
+    with pytest.raises(ConfigError, match="clients that are known by their keys"):
+        sync.FMQFactory.q_a2e_producer().open()
+
+
+def test_a_queue_over_tcp_has_the_same_face(settings: Settings) -> None:
+    if importlib.util.find_spec("fmq.remote") is None:
+        pytest.skip("there is no tcp in this version")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    settings(endpoints={"q_a2e": {"protocol": "tcp", "address": f"127.0.0.1:{port}"}}, close_timeout=DEADLINE_S)
+
+    async def main() -> None:
+        producer, consumer = FMQFactory.q_a2e_producer(), FMQFactory.q_a2e_consumer()
+        assert await consumer.get(timeout=0) is None
+        image = np.arange(100_000)
+        await producer.put({"image": image})
+        image[:] = 0
+        message = await consumer.get(timeout=PATIENCE)
+        assert message is not None
+        assert (message.payload["image"] == np.arange(100_000)).all()
+        assert (message.msg_id, message.descriptor) == (0, None)
+        message.release()
+        await producer.close()
+        await consumer.close()
+
+    asyncio.run(main())
+
+
+def test_where_there_is_no_tcp_its_endpoints_are_an_error_that_says_so(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings(endpoints={"q_a2e": {"protocol": "tcp", "address": "127.0.0.1:1"}})
+    monkeypatch.setitem(sys.modules, "fmq.remote", None)
+    with pytest.raises(ConfigError, match="not in this version"):
+        sync.FMQFactory.q_a2e_consumer().get()
 
 
 # -- forks ------------------------------------------------------------------------------------------------------------
