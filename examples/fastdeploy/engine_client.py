@@ -8,7 +8,7 @@ from typing import Any
 from examples.fastdeploy.upstream import EngineError, RequestStatus
 from fmq import PeerUnavailableError, ShmqError
 
-# The import change; it was: from fastdeploy.inter_communicator.fmq import FMQFactory
+# The import change; it was: from fastdeploy.inter_communicator.fmq_factory import FMQFactory
 from fmq.fastdeploy import FMQFactory, Queue
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from examples.fastdeploy.upstream import Request, RequestStatus, Scheduler
 from fmq import CorruptRecordError, DecodeError, QueueInUseError, ShmqError
 
-# The import change; it was: from fastdeploy.inter_communicator.fmq import FMQFactory
+# The import change; it was: from fastdeploy.inter_communicator.fmq_factory import FMQFactory
 from fmq.fastdeploy import FMQFactory, Queue
 
 logger = logging.getLogger("examples.fastdeploy")
