@@ -26,6 +26,7 @@ from fmq.fastdeploy.component import (
     seconds_of,
 )
 from fmq.fastdeploy.factory import Links
+from fmq.fastdeploy.message import Message
 from fmq.fastdeploy.queue import SHM_THRESHOLD, QueueBase
 from fmq.fastdeploy.topic import TopicBase
 from fmq.producer import Producer
@@ -100,7 +101,7 @@ class Queue(QueueBase):
 
 
 class Topic(TopicBase):
-    """What one publishes, all subscribers get: the payload, read-only, where it lies. See TopicBase."""
+    """What one publishes, all subscribers get: read-only, where it lies. See TopicBase."""
 
     def __init__(self, context: Any, name: str) -> None:
         super().__init__(context, name)
@@ -127,8 +128,8 @@ class Topic(TopicBase):
             self._met = True
         return int(publisher.put(data, timeout=self.endpoint.put_timeout))
 
-    def sub(self, callback: Callable[[Any], object]) -> None:
-        """Call ``callback`` with every payload from now on, in a thread, until ``stop_sub``. Errors of it are logged.
+    def sub(self, callback: Callable[[Message], object]) -> None:
+        """Call ``callback`` with every Message from now on, in a thread, until ``stop_sub``. Errors of it are logged.
 
         Raises SubscribedError, a RuntimeError, if there is a callback already.
         """
@@ -144,7 +145,7 @@ class Topic(TopicBase):
     def stop_sub(self) -> None:
         """Call the callback no more, not even for what was published already. The callback may call this, too.
 
-        Raises ViewsHeldError while arrays of payloads are alive; to be called again then.
+        Raises ViewsHeldError while arrays of messages are alive; to be called again then.
         """
         thread, subscriber = self._thread, self._subscriber.core
         self._stopping.set()
@@ -164,7 +165,9 @@ class Topic(TopicBase):
         if publisher is not None:
             publisher.close(timeout=self.config.closing)
 
-    def _receive(self, subscriber: Subscriber, callback: Callable[[Any], object], stopping: threading.Event) -> None:
+    def _receive(
+        self, subscriber: Subscriber, callback: Callable[[Message], object], stopping: threading.Event
+    ) -> None:
         while not stopping.is_set():
             try:
                 held = subscriber.get(timeout=_LOOK_SECONDS)
@@ -174,17 +177,17 @@ class Topic(TopicBase):
                 if self._ends(error):
                     return
                 continue
-            payload = held.detach() if self.endpoint.copy else held.payload
+            message = Message.holding(held, copy=bool(self.endpoint.copy))
             del held
-            self._call(callback, payload)
-            del payload
+            self._call(callback, message)
+            del message
         # Whoever called stop_sub, and is not this thread, closes it again, and is told of arrays that are alive.
         with contextlib.suppress(ViewsHeldError):
             subscriber.close()
 
-    def _call(self, callback: Callable[[Any], object], payload: Any) -> None:
+    def _call(self, callback: Callable[[Message], object], message: Message) -> None:
         try:
-            callback(payload)
+            callback(message)
         except Exception:
             self._failed()
 

@@ -537,6 +537,28 @@ def test_a_queue_that_is_dropped_is_closed_at_once_and_what_it_put_is_delivered(
     assert sync.FMQFactory.q_a2e_consumer().get() == "kept"
 
 
+@pytest.mark.filterwarnings("ignore:unclosed <Async:ResourceWarning")
+def test_queues_that_nobody_ever_closes_can_be_made_again_by_the_same_name(
+    place: Place, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Context, "add", lambda self, component: None)
+
+    async def round_trip(data: Any) -> None:
+        producer, consumer = FMQFactory.q_a2e_producer(), FMQFactory.q_a2e_consumer()
+        await producer.put(data)
+        message = await consumer.get(timeout=1500)
+        assert message is not None
+        assert message.payload == data
+
+    for data in (b"hello", b"x" * 500_000, {"k": "v"}):
+        asyncio.run(round_trip(data))
+        gc.collect()
+    consumer = sync.Queue(None, "q_a2e", "consumer")
+    assert consumer.get(timeout=0) is None
+    consumer.close()
+    assert segments(place) == []
+
+
 # -- tcp --------------------------------------------------------------------------------------------------------------
 
 

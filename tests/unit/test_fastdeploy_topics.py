@@ -162,15 +162,15 @@ def test_a_topic_over_tcp_is_refused(settings: Settings) -> None:
 # -- the synchronous form ---------------------------------------------------------------------------------------------
 
 
-def test_in_the_synchronous_form_a_thread_calls_back_with_payloads(settings: Settings, place: Place) -> None:
+def test_in_the_synchronous_form_a_thread_calls_back_with_messages(settings: Settings, place: Place) -> None:
     made = sync.FMQ()
     topic, publisher = made.topic("news"), made.topic("news")
     seen: list[Any] = []
     threads: set[int] = set()
 
-    def note(payload: Any) -> None:
+    def note(message: Message) -> None:
         threads.add(threading.get_ident())
-        seen.append(int(payload.sum()))
+        seen.append(int(message.payload.sum()))
         if len(seen) == 2:
             raise KeyError("the second")
 
@@ -199,7 +199,7 @@ def test_in_the_synchronous_form_the_first_pub_waits_for_a_subscriber(settings: 
     seen: list[Any] = []
     waiting = threading.Thread(target=topic.pub, args=("first",))
     waiting.start()
-    other.sub(seen.append)
+    other.sub(lambda message: seen.append(message.payload))
     waiting.join(DEADLINE_S)
     eventually(lambda: seen == ["first"], "it arrived")
     made.destroy()
@@ -210,15 +210,15 @@ def test_in_the_synchronous_form_a_callback_may_stop_its_own_subscription(settin
     topic, publisher = made.topic("news"), made.topic("news")
     seen: list[Any] = []
 
-    def once(payload: Any) -> None:
-        seen.append(payload)
+    def once(message: Message) -> None:
+        seen.append(message.payload)
         topic.stop_sub()
 
     topic.sub(once)
     publisher.pub(1)
     eventually(lambda: publisher._publisher.open().readers == 0, "it left")
     publisher.pub(2)
-    topic.sub(seen.append)
+    topic.sub(lambda message: seen.append(message.payload))
     eventually(lambda: publisher._publisher.open().readers == 1, "it is in again")
     publisher.pub(3)
     eventually(lambda: seen == [1, 3], "it arrived")
