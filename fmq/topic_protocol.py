@@ -92,6 +92,10 @@ class SubscriberProtocol(ConsumerProtocol):
         """The frames for publishers: what they have to know of this reader, and that there is space."""
         return self._joins() + super().spaces()
 
+    def has_publisher(self) -> bool:
+        """Whether a ring is attached of whose publisher nothing is known but that it lives."""
+        return not all(source.orphan for source in self._order)
+
     def join(self) -> bytes:
         """The frame to begin with."""
         return wire.encode(wire.Join(wire.VERSION, "", -1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -164,9 +165,9 @@ class AsyncPublisher(PublisherBase, AsyncProducer):
 class SubscriberBase(ConsumerBase):
     """What both subscribers share. Every method may be called from any thread; in a forked child it raises ForkedError.
 
-    Gets what is put from now on, if there is a publisher, else from when there is one: a restarted publisher is found
-    within a second. ``type`` and ``accept`` are ConsumerBase's, and so is ``warn_held``. Raises SegmentLimitError if
-    the topic has 64 readers.
+    Gets what is put from now on, if there is a publisher, else from when there is one: who waits in ``get`` joins
+    within 0.1 s, and a publisher that was killed and restarted is found within a second. ``type``, ``accept`` and
+    ``warn_held`` are ConsumerBase's. Raises SegmentLimitError if the topic has 64 readers.
     """
 
     _noun = "subscriber"
@@ -195,6 +196,12 @@ class SubscriberBase(ConsumerBase):
     def _disconnect(self) -> None:
         # If the publisher is gone, and no other reader is left.
         collect(self._path.rings)
+
+    def _tidy(self) -> None:
+        if not self._protocol.has_publisher():
+            # Look for one each time: what it puts first is not for who joins a second later.
+            self._tidied = -math.inf
+        super()._tidy()
 
     def _discover_first(self) -> None:
         super()._discover_first()

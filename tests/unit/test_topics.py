@@ -176,6 +176,27 @@ def test_the_65th_subscriber_is_told_that_there_is_no_slot(place: Place) -> None
     assert payloads(newest) == ["y"]
 
 
+def test_who_waits_finds_each_new_publisher_at_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fmq.consumer._TIDY_SECONDS", 1000.0)
+    subscriber = place.subscriber()
+    got: list[Any] = []
+
+    def read() -> None:
+        for _ in range(3):
+            with subscriber.get(timeout=20) as message:
+                got.append(message.payload)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for number in range(3):
+        with place.publisher() as publisher:
+            publisher.wait_for_readers(1, timeout=20)
+            publisher.put(number)
+            publisher.flush(timeout=20)
+    thread.join()
+    assert got == [0, 1, 2]
+
+
 # -- waiting ----------------------------------------------------------------------------------------------------------
 
 
