@@ -8,20 +8,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from typing import TYPE_CHECKING
 
 from bench.loads import MakeLoad, WrongContentError, check_stamp, stamp
 from bench.measure import PATIENCE, Place
 from fmq import AsyncConsumer, AsyncProducer, Consumer, Producer, Publisher, QueueEmptyError, Subscriber
 
+if TYPE_CHECKING:
+    from fmq.metrics import QueueMetrics
+
+
+def _metrics() -> QueueMetrics:
+    # Not above: the others run without, and pay nothing for it.
+    from fmq.metrics import QueueMetrics
+
+    return QueueMetrics()
+
+
 # -- fmq --------------------------------------------------------------------------------------------------------------
 
 
 class FmqSender:
-    """``Producer.put``."""
+    """``Producer.put``, with metrics if so wished."""
 
-    def __init__(self, place: Place, load: MakeLoad, ring_size: int) -> None:
+    def __init__(self, place: Place, load: MakeLoad, ring_size: int, metrics: bool = False) -> None:
         self._load = load()
-        self._producer = Producer("b", namespace=place.namespace, runtime_dir=place.directory, ring_size=ring_size)
+        self._producer = Producer(
+            "b",
+            namespace=place.namespace,
+            runtime_dir=place.directory,
+            ring_size=ring_size,
+            metrics=_metrics() if metrics else None,
+        )
 
     def run(self, first: int, count: int) -> list[float]:
         """Put the messages."""
@@ -36,11 +54,13 @@ class FmqSender:
 
 
 class FmqReceiver:
-    """``Consumer.get``, a look at the view, ``release``."""
+    """``Consumer.get``, a look at the view, ``release``, with metrics if so wished."""
 
-    def __init__(self, place: Place, load: MakeLoad) -> None:
+    def __init__(self, place: Place, load: MakeLoad, metrics: bool = False) -> None:
         self._load = load()
-        self._consumer = Consumer("b", namespace=place.namespace, runtime_dir=place.directory)
+        self._consumer = Consumer(
+            "b", namespace=place.namespace, runtime_dir=place.directory, metrics=_metrics() if metrics else None
+        )
 
     def run(self, first: int, count: int) -> list[float]:
         """Get the messages and check them where they lie."""
@@ -54,6 +74,29 @@ class FmqReceiver:
     def close(self) -> None:
         """Close the consumer."""
         self._consumer.close()
+
+
+class FmqLoop:
+    """Both sides in one thread, BATCH messages put and then got: what they cost, with no other core to wait for."""
+
+    BATCH = 32
+
+    def __init__(self, place: Place, load: MakeLoad, ring_size: int, metrics: bool = False) -> None:
+        self._receiver = FmqReceiver(place, load, metrics)
+        self._sender = FmqSender(place, load, ring_size, metrics)
+
+    def run(self, first: int, count: int) -> list[float]:
+        """Put the messages and get them."""
+        for number in range(first, first + count, self.BATCH):
+            batch = min(self.BATCH, first + count - number)
+            self._sender.run(number, batch)
+            self._receiver.run(number, batch)
+        return []
+
+    def close(self) -> None:
+        """Close both."""
+        self._sender.close()
+        self._receiver.close()
 
 
 class AsyncFmqSender:

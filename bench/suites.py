@@ -13,6 +13,9 @@ loans
 small
     1 KiB of bytes through fmq and through PUSH/PULL of pyzmq; a request dict of 1 KiB through fmq, awaiting and
     blocking, and pickled through PUSH/PULL of zmq.asyncio. The request is nearly all text, or it has 120 tokens.
+metrics
+    1 KiB of bytes, and the request of text, with ``metrics=QueueMetrics()`` on both sides and without: streamed from
+    one process to another, and both sides in one thread, which tells most with the least noise.
 idle
     The CPU time of a consumer that waits in ``get`` and of a connected producer that does nothing, as a share of one
     core. Both processes, all threads.
@@ -48,6 +51,7 @@ from bench.ours import (
     AsyncIdleReceiver,
     EachReceiver,
     EachSender,
+    FmqLoop,
     FmqReceiver,
     FmqSender,
     IdleReceiver,
@@ -155,8 +159,15 @@ class Result:
 Sides = Callable[[Place], Sequence[Callable[[], Side]]]
 
 
-def _fmq(load: MakeLoad, ring_size: int) -> Sides:
-    return lambda place: [partial(FmqReceiver, place, load), partial(FmqSender, place, load, ring_size)]
+def _fmq(load: MakeLoad, ring_size: int, metrics: bool = False) -> Sides:
+    return lambda place: [
+        partial(FmqReceiver, place, load, metrics),
+        partial(FmqSender, place, load, ring_size, metrics),
+    ]
+
+
+def _fmq_loop(load: MakeLoad, ring_size: int, metrics: bool) -> Sides:
+    return lambda place: [partial(FmqLoop, place, load, ring_size, metrics)]
 
 
 def _fmq_async(load: MakeLoad, ring_size: int) -> Sides:
@@ -304,6 +315,23 @@ def small(plan: Plan) -> Result:
     return result
 
 
+def metrics(plan: Plan) -> Result:
+    """What counting for Prometheus costs, on both sides."""
+    result = Result()
+    loads: dict[str, MakeLoad] = {"1 KiB bytes": partial(Blobs, KIB, KIB), "1 KiB request": partial(Requests, 0)}
+    for load_name, load in loads.items():
+        for way, sides in {"streamed": _fmq, "one thread": _fmq_loop}.items():
+            group = f"{load_name}, {way}"
+            off, on = sides(load, SMALL_RING, False), sides(load, SMALL_RING, True)
+            courses = _contest(plan, {"metrics off": off, "metrics on": on}, warmup=2000)
+            for name, course in courses.items():
+                result.figures.append(Figure(f"{group}, {name}", Spread.of(course.rates), "messages/s"))
+            ratio = ratios(courses["metrics on"].rates, courses["metrics off"].rates)
+            result.figures.append(Figure(f"{group}, on / off", ratio, "x", at_least=0.95))
+            result.add_laps(courses, group)
+    return result
+
+
 def idle(plan: Plan) -> Result:
     """CPU time while nothing happens."""
     result = Result()
@@ -435,6 +463,7 @@ SUITES: dict[str, Callable[[Plan], Result]] = {
     "loans": loans,
     "small": small,
     "topics": topics,
+    "metrics": metrics,
     "idle": idle,
     "memory": memory,
     "deaths": deaths,

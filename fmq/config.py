@@ -116,6 +116,7 @@ class Config(msgspec.Struct, frozen=True):
         codec: "pickle" for any object, or "msgpack", which never runs what a message says.
         policy: what becomes of readers of a topic that are too slow; see PublisherBase.
         patience: how long ``pub`` waits for them before.
+        metrics: whether to count for prometheus_client, in its own registry; see docs/metrics.md.
     """
 
     ipc_root: Path | None = None
@@ -131,6 +132,7 @@ class Config(msgspec.Struct, frozen=True):
     codec: Codec = "pickle"
     policy: Policy = "block"
     patience: Seconds = PATIENCE
+    metrics: bool = False
 
     @property
     def closing(self) -> float:

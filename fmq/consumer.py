@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fmq import encoding
 from fmq.doorbell import ConsumerBell, Nudge, SubscriberBell
@@ -20,11 +20,14 @@ from fmq.errors import ClosedError, ForkedError, ProtocolError, QueueEmptyError,
 from fmq.lifetime import close_at_exit, collected
 from fmq.message import Message, SetAside, Source
 from fmq.paths import QueueLock, QueuePath
-from fmq.protocol import ConsumerProtocol, Rings
+from fmq.protocol import ConsumerProtocol
 from fmq.rings import QueueRings
 from fmq.waiting import LoopWaiter, Steps, deadline_of, run, run_async
 from shmq import Record, ShmqError, ViewsHeldError, collect
 from shmq.segment import abandon_in_child
+
+if TYPE_CHECKING:
+    from fmq.metrics import QueueMetrics
 
 logger = logging.getLogger("fmq")
 
@@ -67,7 +70,7 @@ class ConsumerBase:
 
     A message with which ``max_deliveries`` consumers died (None: any number) is set aside: not delivered any more, kept
     in its ring, logged, and told once to ``on_set_aside``, on whatever thread gets messages. A message that is held for
-    ``warn_held`` seconds (None: never) is logged, once.
+    ``warn_held`` seconds (None: never) is logged, once. ``metrics`` counts what is taken.
     """
 
     _noun = "consumer"
@@ -85,15 +88,21 @@ class ConsumerBase:
         on_set_aside: Callable[[SetAside], None] | None = None,
         warn_held: float | None = 60.0,
         runtime_dir: str | os.PathLike[str] | None = None,
+        metrics: QueueMetrics | None = None,
     ) -> None:
         _check_limits(max_deliveries, warn_held)
         path = QueuePath(queue, namespace, runtime_dir)
         self._queue_lock = QueueLock(path)
         self._on_set_aside = on_set_aside
-        self._begin(path, QueueRings(path, max_deliveries or 0), encoding.decoder(accept, type), warn_held)
+        self._begin(path, QueueRings(path, max_deliveries or 0), encoding.decoder(accept, type), warn_held, metrics)
 
     def _begin(
-        self, path: QueuePath, rings: Rings, decode: Callable[[int, bytes, list[Any]], Any], warn_held: float | None
+        self,
+        path: QueuePath,
+        rings: QueueRings,
+        decode: Callable[[int, bytes, list[Any]], Any],
+        warn_held: float | None,
+        metrics: QueueMetrics | None,
     ) -> None:
         self._path = path
         path.make_directory()
@@ -103,7 +112,8 @@ class ConsumerBase:
             undo.callback(self._nudge.close)
             self._bell = self._connect(undo)
             undo.pop_all()
-        self._protocol = self._protocol_class(
+        kind = self._protocol_class if metrics is None else metrics.consumer_protocol(path, self._protocol_class)
+        self._protocol = kind(
             rings,
             time.time_ns(),
             decode,
@@ -135,6 +145,8 @@ class ConsumerBase:
         except BaseException:
             self._shut()
             raise
+        if metrics is not None:
+            metrics.attach(self, self._protocol, self._lock)
 
     def _connect(self, undo: contextlib.ExitStack) -> ConsumerBell | SubscriberBell:
         """Become the one consumer, and hear producers. What ``undo`` is told is undone if that fails."""

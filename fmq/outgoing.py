@@ -74,6 +74,7 @@ class Outgoing:
         "_expires",
         "_places",
         "_reserved",
+        "_timestamp",
         "_to_copy",
         "_writer",
         "array_bytes",
@@ -90,6 +91,8 @@ class Outgoing:
         self._blob = blob
         self._buffers = buffers
         self._expires = expires
+        # Now, and not when it is posted: waiting for room and copying are part of the time that it takes.
+        self._timestamp = time.time_ns()
         self._reserved: list[Payload] = []
         self._to_copy: list[tuple[Array, Payload]] = []
         self.posted = False
@@ -185,10 +188,10 @@ class Outgoing:
         """Write the MESSAGE and return its sequence, or None if there is no room now; the lock is held."""
         writer = self._writer
         if not self._buffers:
-            sequence = writer.post(self._blob, self._encoding, time.time_ns(), self._expires)
+            sequence = writer.post(self._blob, self._encoding, self._timestamp, self._expires)
         else:
             places = cast("list[Slice | int]", self._places)
-            sequence = writer.post_with(self._blob, self._encoding, time.time_ns(), self._expires, places, self._copy)
+            sequence = writer.post_with(self._blob, self._encoding, self._timestamp, self._expires, places, self._copy)
         if sequence is not None:
             self.posted = True
             if self.array_bytes != self.copied_bytes:

@@ -47,9 +47,11 @@ class QueuePath:
         # Absolute, for the process may change its directory.
         self._runtime = os.path.abspath(os.fspath(runtime_dir or default_runtime_dir()))
         self.directory = os.path.join(self._runtime, namespace)
-        self.socket = os.path.join(self.directory, f"{self._mark}{queue}.sock")
-        self.lock = os.path.join(self.directory, f"{self._mark}{queue}.lock")
-        self.rings = f"shmq:{namespace}:{self._mark}{queue}:"
+        self.label = f"{self._mark}{queue}"
+        """What nothing else in the namespace is called, be it queue or topic."""
+        self.socket = os.path.join(self.directory, f"{self.label}.sock")
+        self.lock = os.path.join(self.directory, f"{self.label}.lock")
+        self.rings = f"shmq:{namespace}:{self.label}:"
         """What the names of its segments begin with."""
         if len(os.fsencode(self.socket)) > _MAX_SOCKET_PATH:
             raise QueueNameError(

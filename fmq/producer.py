@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -39,6 +39,9 @@ from shmq import Payload, RingWriter, fence
 from shmq.fence import LOCK_IS_FENCE
 from shmq.layout import DONE, PENDING, RETURNED, SET_ASIDE, TAKEN
 from shmq.segment import abandon_in_child
+
+if TYPE_CHECKING:
+    from fmq.metrics import QueueMetrics
 
 logger = logging.getLogger("fmq")
 
@@ -77,8 +80,8 @@ class ProducerBase:
     ``queue`` and ``namespace`` name the queue (the namespace is by default ``$FMQ_NAMESPACE`` or "default");
     ``ring_size`` and ``spill_limit`` are bytes of shared memory, the first allocated now, the second at most, when
     needed. Neither a consumer nor anything else has to be there. ``codec`` is "msgpack", or "pickle" for objects that
-    msgpack lacks, which the consumer has to accept. Raises QueueNameError, SegmentSpaceError, SegmentError, and
-    ValueError for a codec that is none.
+    msgpack lacks, which the consumer has to accept. ``metrics`` counts what is put. Raises QueueNameError,
+    SegmentSpaceError, SegmentError, and ValueError for a codec that is none.
     """
 
     _noun = "producer"
@@ -93,10 +96,13 @@ class ProducerBase:
         spill_limit: int = SPILL_LIMIT,
         codec: str = "msgpack",
         runtime_dir: str | os.PathLike[str] | None = None,
+        metrics: QueueMetrics | None = None,
     ) -> None:
-        self._begin(QueuePath(queue, namespace, runtime_dir), ring_size, spill_limit, codec)
+        self._begin(QueuePath(queue, namespace, runtime_dir), ring_size, spill_limit, codec, metrics)
 
-    def _begin(self, path: QueuePath, ring_size: int, spill_limit: int, codec: str) -> None:
+    def _begin(
+        self, path: QueuePath, ring_size: int, spill_limit: int, codec: str, metrics: QueueMetrics | None
+    ) -> None:
         self._encoding, self._encode_tree = encoding.encoder(codec)
         self._path = path
         path.make_directory()
@@ -123,6 +129,11 @@ class ProducerBase:
         self._copier: ThreadPoolExecutor | None = None
         abandon_in_child(self)
         close_at_exit(self)
+        self._outgoing: Callable[..., Outgoing] = Outgoing
+        self._meter = None
+        if metrics is not None:
+            self._meter = metrics.producer_meter(self, self._path, self._writer, self._lock)
+            self._post, self._outgoing = self._meter.post, self._meter.outgoing
 
     def _connect(self, undo: contextlib.ExitStack, ring_size: int, spill_limit: int) -> None:
         """Make the ring, and tell the consumer of it. What ``undo`` is told is undone if that fails."""
@@ -168,7 +179,12 @@ class ProducerBase:
     def _encode(self, obj: Any) -> tuple[int, bytes, list[NDArray[Any]]]:
         if type(obj) is bytes:
             return RAW, obj, []
-        blob, buffers = self._encode_tree(obj)
+        try:
+            blob, buffers = self._encode_tree(obj)
+        except BaseException:
+            if self._meter is not None:
+                self._meter.failed()
+            raise
         return self._encoding, blob, buffers
 
     def _post_small(self, encoding: int, blob: bytes, ttl: float | None) -> int | None:
@@ -222,7 +238,7 @@ class ProducerBase:
     # -- in steps -----------------------------------------------------------------------------------------------------
 
     def _start(self, encoding: int, blob: bytes, buffers: list[NDArray[Any]], ttl: float | None) -> Outgoing:
-        return Outgoing(self._writer, self._loans, encoding, blob, buffers, 0 if ttl is None else _expires(ttl))
+        return self._outgoing(self._writer, self._loans, encoding, blob, buffers, 0 if ttl is None else _expires(ttl))
 
     def _put_now(self, outgoing: Outgoing) -> int | None:
         """As ``_put`` if there is room for all of it at once; None if there is not."""
@@ -305,7 +321,7 @@ class ProducerBase:
     def _until(self, attempt: Callable[[], T | None], *, for_room: bool = False) -> Steps[T]:
         """Call ``attempt``, under the lock, until it gives something other than None; wait for space in between.
 
-        ``for_room``: it is room that is missing, and may be made.
+        ``for_room``: it is room for a put that is missing. It may be made, and the wait counts as one for it.
         """
         with self._lock:
             self._check()
@@ -330,6 +346,8 @@ class ProducerBase:
             with self._lock:
                 if self._refusal is None:
                     self._protocol.end_wait()
+                    if for_room and self._meter is not None:
+                        self._meter.waited(time.monotonic() - begun)
 
     def _make_way(self, waited: float) -> bool:
         """After ``waited`` seconds without room: whether something was done about it. The lock is held."""
@@ -402,6 +420,8 @@ class ProducerBase:
                 logger.error("%s; %d messages are lost", nameless, unfinished)
             aside = self._writer.set_aside()
             remove = drained and not aside
+            if self._meter is not None:
+                self._meter.close()
             self._refuse(ClosedError(f"this {self._noun} of {self._path} was closed; make another one"))
             self._writer.close(remove=remove)
             if remove:

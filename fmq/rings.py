@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 
 from fmq.errors import QueueInUseError
 from fmq.paths import QueuePath
@@ -27,6 +28,8 @@ class QueueRings:
     def __init__(self, path: QueuePath, max_deliveries: int = 0) -> None:
         self._prefix = path.rings
         self._max_deliveries = max_deliveries
+        self.reader: Callable[..., RingReader] = RingReader
+        """Makes the readers."""
 
     def names(self) -> list[str]:
         """The names of the rings that are there, their spill segments left out."""
@@ -47,7 +50,7 @@ class QueueRings:
                     "namespace (FMQ_NAMESPACE)",
                     pid,
                 )
-            return RingReader(segment, epoch=epoch, max_deliveries=self._max_deliveries)
+            return self.reader(segment, epoch=epoch, max_deliveries=self._max_deliveries)
         except BaseException:
             segment.close()
             raise
@@ -64,6 +67,7 @@ class TopicRings(QueueRings):
 
     def __init__(self, path: QueuePath) -> None:
         super().__init__(path)
+        self.reader = TopicReader
         self._attached: dict[str, Segment] = {}
         self._done: set[str] = set()
 
@@ -73,7 +77,7 @@ class TopicRings(QueueRings):
         self._done.intersection_update(names)
         return names
 
-    def attach(self, name: str, epoch: int) -> TopicReader:
+    def attach(self, name: str, epoch: int) -> RingReader:
         """Get a reader slot of a ring. Raises a SegmentError, SegmentLimitError if it has no slot left."""
         if name in self._done:
             raise SegmentMissingError(f"ring {name} was read to its end")
@@ -81,7 +85,7 @@ class TopicRings(QueueRings):
         try:
             if segment.adopt():
                 raise SegmentMissingError(f"the publisher of ring {name} is gone; there will be nothing new")
-            reader = TopicReader(segment, claim_slot(segment), epoch=epoch)
+            reader = self.reader(segment, claim_slot(segment), epoch=epoch)
         except BaseException:
             segment.close()
             raise

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fmq import encoding
 from fmq.consumer import AsyncConsumer, Consumer, ConsumerBase
@@ -23,6 +23,9 @@ from fmq.rings import TopicRings, create_topic_ring
 from fmq.topic_protocol import PublisherProtocol, SubscriberProtocol
 from fmq.waiting import Steps, deadline_of, run
 from shmq import SegmentLimitError, TopicWriter, collect
+
+if TYPE_CHECKING:
+    from fmq.metrics import QueueMetrics
 
 logger = logging.getLogger("fmq")
 
@@ -57,6 +60,7 @@ class PublisherBase(ProducerBase):
         policy: str = "block",
         patience: float = PATIENCE,
         runtime_dir: str | os.PathLike[str] | None = None,
+        metrics: QueueMetrics | None = None,
     ) -> None:
         if policy not in _POLICIES:
             raise ValueError(f"there is no policy {policy!r}; choose one of {', '.join(map(repr, _POLICIES))}")
@@ -65,7 +69,7 @@ class PublisherBase(ProducerBase):
         self._patience = patience
         path = TopicPath(topic, namespace, runtime_dir)
         self._topic_lock = QueueLock(path)
-        self._begin(path, ring_size, spill_limit, codec)
+        self._begin(path, ring_size, spill_limit, codec, metrics)
 
     def _connect(self, undo: contextlib.ExitStack, ring_size: int, spill_limit: int) -> None:
         self._topic_lock.acquire()
@@ -167,7 +171,7 @@ class SubscriberBase(ConsumerBase):
 
     Gets what is put from now on, if there is a publisher, else from when there is one: who waits in ``get`` joins
     within 0.1 s, and a publisher that was killed and restarted is found within a second. ``type``, ``accept`` and
-    ``warn_held`` are ConsumerBase's. Raises SegmentLimitError if the topic has 64 readers.
+    ``warn_held`` and ``metrics`` are ConsumerBase's. Raises SegmentLimitError if the topic has 64 readers.
     """
 
     _noun = "subscriber"
@@ -183,9 +187,10 @@ class SubscriberBase(ConsumerBase):
         accept: Iterable[str] = ("msgpack",),
         warn_held: float | None = 60.0,
         runtime_dir: str | os.PathLike[str] | None = None,
+        metrics: QueueMetrics | None = None,
     ) -> None:
         path = TopicPath(topic, namespace, runtime_dir)
-        self._begin(path, TopicRings(path), encoding.decoder(accept, type), warn_held)
+        self._begin(path, TopicRings(path), encoding.decoder(accept, type), warn_held, metrics)
         with self._lock:
             self._bell.send_to(b"", self._protocol.join())
             self._wake_producers()

@@ -269,8 +269,11 @@ class RingReader:
         if not expires or expires > time.monotonic_ns():
             return False
         self.free(offset)
-        self._words[EXPIRED_COUNT] += 1
+        self._count_expired()
         return True
+
+    def _count_expired(self) -> None:
+        self._words[EXPIRED_COUNT] += 1
 
     def _set_aside(self, record: Record) -> None:
         self._memory[self._mark + record.offset] = SET_ASIDE

@@ -236,6 +236,8 @@ class TopicReader(RingReader):
         self._slot = slot
         self._mark = _RELEASE + slot
         self._epoch = epoch
+        self.expired = 0
+        """How many messages were past their time."""
         super().__init__(segment, epoch=epoch)
 
     def _enter(self, epoch: int) -> None:
@@ -284,6 +286,10 @@ class TopicReader(RingReader):
         words[CLAIM + self._slot] = position
         fence.full()
         return words[SKIP_TO + self._slot] & -ALIGN <= position
+
+    def _count_expired(self) -> None:
+        # Not in the ring, where other readers count too.
+        self.expired += 1
 
     def sleep(self, number: int) -> None:
         """As RingReader.sleep."""

@@ -484,6 +484,11 @@ class RingWriter:
         self._invalidate(gone)
         self._limit = self._gap_end()
 
+    def used(self) -> int:
+        """How many bytes of the ring are in use, once everything at its front that is free was reclaimed."""
+        self.reclaim()
+        return self._used()
+
     @property
     def spill_limit(self) -> int:
         """How many bytes all spill segments together may take."""

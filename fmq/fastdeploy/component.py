@@ -7,7 +7,7 @@ import numbers
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from fmq.config import Config, Endpoint, EndpointManager
 from fmq.consumer import ConsumerBase
@@ -16,6 +16,9 @@ from fmq.fastdeploy.remote import remote_consumer, remote_producer
 from fmq.producer import ProducerBase
 from fmq.topics import PublisherBase, SubscriberBase
 from shmq.segment import abandon_in_child
+
+if TYPE_CHECKING:
+    from fmq.metrics import QueueMetrics
 
 
 class Core(Protocol):
@@ -158,6 +161,7 @@ def make_producer(kind: type[P], config: Config, name: str) -> P:
         spill_limit=_set(endpoint.spill_limit),
         codec=_set(endpoint.codec),
         runtime_dir=runtime_dir,
+        metrics=_metrics(config),
     )
 
 
@@ -166,7 +170,13 @@ def make_consumer(kind: type[C], config: Config, name: str) -> C:
     if config.endpoint(name).protocol == "tcp":
         return cast(C, remote_consumer(kind, config, name))
     queue, runtime_dir = config.place(name)
-    return kind(queue, namespace=config.namespace, accept=_accepted(config, name), runtime_dir=runtime_dir)
+    return kind(
+        queue,
+        namespace=config.namespace,
+        accept=_accepted(config, name),
+        runtime_dir=runtime_dir,
+        metrics=_metrics(config),
+    )
 
 
 def make_publisher(kind: type[Pub], config: Config, name: str) -> Pub:
@@ -182,13 +192,20 @@ def make_publisher(kind: type[Pub], config: Config, name: str) -> Pub:
         policy=_set(endpoint.policy),
         patience=_set(endpoint.patience),
         runtime_dir=runtime_dir,
+        metrics=_metrics(config),
     )
 
 
 def make_subscriber(kind: type[Sub], config: Config, name: str) -> Sub:
     """A subscriber of an endpoint."""
     topic, runtime_dir = _topic_place(config, name)
-    return kind(topic, namespace=config.namespace, accept=_accepted(config, name), runtime_dir=runtime_dir)
+    return kind(
+        topic,
+        namespace=config.namespace,
+        accept=_accepted(config, name),
+        runtime_dir=runtime_dir,
+        metrics=_metrics(config),
+    )
 
 
 def _topic_place(config: Config, name: str) -> tuple[str, str]:
@@ -199,6 +216,18 @@ def _topic_place(config: Config, name: str) -> tuple[str, str]:
 
 def _accepted(config: Config, name: str) -> tuple[str, ...]:
     return ("msgpack", "pickle") if config.endpoint(name).codec == "pickle" else ("msgpack",)
+
+
+def _metrics(config: Config) -> QueueMetrics | None:
+    if not config.metrics:
+        return None
+    try:
+        from fmq.metrics import QueueMetrics
+    except ImportError as error:
+        raise ConfigError(
+            f"the setting metrics needs prometheus-client (pip install 'shmq[metrics]'): {error}"
+        ) from error
+    return QueueMetrics()
 
 
 def _set(value: T | None) -> T:

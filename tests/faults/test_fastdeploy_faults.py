@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from examples.fastdeploy.engine_client import EngineClient
 from examples.fastdeploy.engine_service import EngineService
@@ -347,6 +348,28 @@ def test_14_after_an_error_the_engine_goes_on_with_a_new_consumer_and_no_hot_loo
 
 
 # -- 16: get ----------------------------------------------------------------------------------------------------------
+
+
+def test_15_both_sides_are_counted_with_the_bytes_in_shared_memory(settings: Settings) -> None:
+    settings(metrics=True)
+
+    async def main() -> None:
+        producer, consumer = FMQFactory.q_a2e_producer(), FMQFactory.q_a2e_consumer()
+        await producer.put({"images": np.zeros(300_000, np.uint8)})
+        got(await consumer.get(timeout=5000)).release()
+
+    asyncio.run(main())
+    address = {"address": next(iter(exported("fastdeploy:zmq:msg_recv_total")))}
+    for name in ("send", "recv"):
+        assert REGISTRY.get_sample_value(f"fastdeploy:zmq:msg_{name}_total", address) == 1
+        assert 300_000 < (REGISTRY.get_sample_value(f"fastdeploy:zmq:msg_bytes_{name}_total", address) or 0) < 301_000
+    assert REGISTRY.get_sample_value("fastdeploy:zmq:latency_count", address) == 1
+
+
+def exported(name: str) -> set[str]:
+    """The addresses of a metric's samples that are not 0."""
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples if sample.name == name]
+    return {sample.labels["address"] for sample in samples if sample.value}
 
 
 def test_16_a_timeout_of_zero_does_not_wait(settings: Settings) -> None:
