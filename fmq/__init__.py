@@ -26,6 +26,8 @@ from fmq.fastdeploy import FMQ, Descriptor, FMQFactory, Queue, Topic
 from fmq.lifetime import exit_on_signals
 from fmq.message import Message, SetAside
 from fmq.producer import AsyncProducer, Producer
+from fmq.remote import AsyncRemoteConsumer, AsyncRemoteProducer, RemoteConsumer, RemoteProducer
+from fmq.remote_link import CurveKeys
 from fmq.topics import AsyncPublisher, AsyncSubscriber, Publisher, Subscriber
 from shmq.errors import (
     CorruptRecordError,
@@ -43,6 +45,8 @@ __all__ = [
     "AsyncConsumer",
     "AsyncProducer",
     "AsyncPublisher",
+    "AsyncRemoteConsumer",
+    "AsyncRemoteProducer",
     "AsyncSubscriber",
     "ClosedError",
     "CodecRefusedError",
@@ -50,6 +54,7 @@ __all__ = [
     "ConfigError",
     "Consumer",
     "CorruptRecordError",
+    "CurveKeys",
     "DTypeError",
     "DecodeError",
     "Descriptor",
@@ -73,6 +78,8 @@ __all__ = [
     "QueueNameError",
     "QueueTimeoutError",
     "ReaderDroppedError",
+    "RemoteConsumer",
+    "RemoteProducer",
     "Role",
     "RoleError",
     "SegmentError",
