@@ -651,7 +651,13 @@ class RemoteConsumerBase:
             raise ValueError(f"a window of {window:,} bytes can't take a message of {max_message:,} (max_message)")
         self._refusal: Exception | None = None
         self._deferred: Exception | None = None
-        self._protocol = RemoteConsumerProtocol(max_message, window, window_messages, max_producers)
+        self._protocol = RemoteConsumerProtocol(
+            time.time_ns(),
+            max_message=max_message,
+            window_bytes=window,
+            window_messages=window_messages,
+            max_producers=max_producers,
+        )
         self._link = ConsumerLink(endpoint, keys, allowed, self._protocol)
         self._lock = self._link.lock
         self._turn = threading.Lock()

@@ -8,7 +8,7 @@ next one begins with what the two sides tell each other, and goes on from there.
 
     producer                                      consumer
        |  Hello  ---------------------------------->  |    who I am; from now on this address is mine
-       |  <--------------------------------- Welcome  |    whether I know you, what I have, how much I take
+       |  <--------------------------------- Welcome  |    who I am, what I have of yours, how much I take
        |  Data + blob + buffers  ------------------>  |    one message
        |  <------------------------------------- Ack  |    what is done; also once a second, as a sign of life
        |  Beat  ----------------------------------->  |    once a second, likewise
@@ -20,10 +20,11 @@ Rules
     2.  On one connection messages come in the order of their sequences, for TCP and ZeroMQ keep it. So the consumer
         takes a sequence from ``next`` on, and passes over what is below: it has had that. A sequence that is left out
         is one that the producer has no more: done, or expired.
-    3.  A producer says Hello once on each connection, and sends nothing else until it is welcome. If the consumer knows
-        it, it goes on at ``next``: nothing is sent twice. If not (it is another consumer, or was restarted), it sends
-        all that is in the window. What it had sent before may have been handed out by the one who is gone, so that one
-        delivery more is counted for it: too many rather than too few.
+    3.  A producer says Hello once on each connection, and sends nothing else until it is welcome. Then it goes on at
+        ``next``: what came on an earlier connection is not sent twice. A consumer that does not know it (another one,
+        or one that was restarted) has a ``next`` that is the oldest in the window, and another ``epoch``. What was sent
+        in the epoch before may have been handed out by the one who is gone, so that one delivery more is counted for
+        it: too many rather than too few.
     4.  The consumer answers only the address that said Hello last, and passes over what comes from any other. So what
         was still under way on a connection that is given up does no harm.
     5.  The window bounds what a producer keeps. What it sends is bounded by what the consumer said that it takes, too;
@@ -66,20 +67,20 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Producer to consumer, the first frame of a connection: its id, and the oldest sequence in its window."""
 
     version: int
-    producer: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    producer: Annotated[str, msgspec.Meta(max_length=16, pattern="^[0-9a-f]{16}$")]
     first: Count
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Consumer to producer: what it has of this one, and what it takes.
 
-    ``known``: it has heard this producer before; all below ``next`` has come. ``below`` and ``done``: as in Ack. Of one
-    message it takes ``max_message`` bytes, of all that are not done ``window_bytes``, and as many as
-    ``window_messages``. ``problem``: why it takes none; else empty.
+    ``epoch`` names what it knows of this producer: whoever begins to know it has another one. All below ``next`` has
+    come, or never will. ``below`` and ``done``: as in Ack. Of one message it takes ``max_message`` bytes, of all that
+    are not done ``window_bytes``, and as many as ``window_messages``. ``problem``: why it takes none; else empty.
     """
 
     version: int
-    known: bool
+    epoch: Count
     next: Count
     below: Count
     done: Ranges
@@ -147,7 +148,7 @@ class Outgoing(msgspec.Struct, eq=False):
     nbytes: int
     deliveries: int = 0
     sent: bool = False
-    """On a connection to a consumer that may still have it."""
+    """In this epoch: the consumer has it, or may have it."""
 
 
 class RemoteProducerProtocol:
@@ -162,6 +163,7 @@ class RemoteProducerProtocol:
         """Bytes in the window."""
         self.welcome: Welcome | None = None
         """What the consumer of this connection said; None until it has."""
+        self._epoch = -1
         self._window: dict[int, Outgoing] = {}
         self._unsent: deque[Outgoing] = deque()
         self._sent_bytes = 0
@@ -247,7 +249,7 @@ class RemoteProducerProtocol:
             raise ProtocolError("a second Welcome came")
         if frame.next > self.next_sequence:
             raise ProtocolError(f"the peer wants message {frame.next}, and there are {self.next_sequence}")
-        if not frame.problem and frame.known:
+        if not frame.problem:
             self._acknowledge(frame.below, frame.done)
         self.welcome = frame
         if not frame.problem:
@@ -257,16 +259,17 @@ class RemoteProducerProtocol:
     def _begin(self, welcome: Welcome) -> None:
         unsent = []
         for entry in self._window.values():
-            if welcome.known and entry.sequence < welcome.next:
+            if entry.sequence < welcome.next:
                 # It has this one, from an earlier connection.
                 entry.sent = True
                 self._count(entry)
             else:
-                if entry.sent and not welcome.known:
+                if entry.sent and welcome.epoch != self._epoch:
                     entry.deliveries += 1
                 entry.sent = False
                 unsent.append(entry)
         self._unsent = deque(unsent)
+        self._epoch = welcome.epoch
 
     def _count(self, entry: Outgoing) -> None:
         self._sent_bytes += entry.nbytes
@@ -351,10 +354,11 @@ class Incoming(msgspec.Struct, eq=False):
 class RemoteSource:
     """A producer, as the consumer's side knows it."""
 
-    __slots__ = ("address", "changed", "done", "heard", "nbytes", "next", "open", "producer")
+    __slots__ = ("address", "changed", "done", "epoch", "heard", "nbytes", "next", "open", "producer")
 
-    def __init__(self, producer: str, first: int) -> None:
+    def __init__(self, producer: str, epoch: int, first: int) -> None:
         self.producer = producer
+        self.epoch = epoch
         self.address: bytes | None = None
         self.next = first
         self.open: dict[int, int] = {}
@@ -385,10 +389,14 @@ class RemoteConsumerProtocol:
     """The consumer's side: what came, from whom, and what of it is done.
 
     It takes ``max_message`` bytes of one message, ``window_bytes`` of one producer's that are not done,
-    ``window_messages`` of them, from ``max_producers``.
+    ``window_messages`` of them, from ``max_producers``. ``epoch`` is a number that no consumer had before, nor one
+    near it; a time in nanoseconds will do.
     """
 
-    def __init__(self, max_message: int, window_bytes: int, window_messages: int, max_producers: int) -> None:
+    def __init__(
+        self, epoch: int, max_message: int, window_bytes: int, window_messages: int, max_producers: int
+    ) -> None:
+        self._epoch = epoch
         self.max_message = max_message
         self.window_bytes = window_bytes
         self.window_messages = window_messages
@@ -443,11 +451,11 @@ class RemoteConsumerProtocol:
         if address in self._addresses:
             raise ProtocolError("a second Hello came from the same address")
         source = self._sources.get(hello.producer)
-        known = source is not None
         if source is None:
             if len(self._sources) >= self.max_producers and not self._forget_one(now):
                 return self._refuse(f"it has {self.max_producers:,} producers already (its max_producers)")
-            source = self._sources[hello.producer] = RemoteSource(hello.producer, hello.first)
+            self._epoch += 1
+            source = self._sources[hello.producer] = RemoteSource(hello.producer, self._epoch, hello.first)
         if source.address is not None:
             del self._addresses[source.address]
         self._addresses[address] = source
@@ -457,7 +465,7 @@ class RemoteConsumerProtocol:
         return _encode(
             Welcome(
                 VERSION,
-                known,
+                source.epoch,
                 source.next,
                 source.below,
                 source.ranges(),
@@ -470,7 +478,7 @@ class RemoteConsumerProtocol:
 
     @staticmethod
     def _refuse(problem: str) -> bytes:
-        return _encode(Welcome(VERSION, False, 0, 0, [], 0, 0, 0, problem))
+        return _encode(Welcome(VERSION, 0, 0, 0, [], 0, 0, 0, problem))
 
     def _take_in(self, source: RemoteSource, data: Data, frames: Sequence[Any], now: int) -> None:
         if not 2 <= len(frames) <= 2 + MAX_BUFFERS:
