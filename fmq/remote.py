@@ -542,11 +542,14 @@ class _Held:
         """Acknowledge it, and let go of the frames. Any thread, any finalizer; idempotent."""
         incoming, self._incoming = self._incoming, None
         self._references = []
+        self._link.dropped.discard(self)
         if incoming is not None:
             self._link.finish(incoming.source, incoming.sequence)
 
     def drop(self) -> None:
         """Its RemoteMessage is gone: it is done when its arrays are gone, too."""
+        # Nobody else refers to this any more, and the references, with what they call, would go with it.
+        self._link.dropped.add(self)
         self._dropped = True
         self._gone()
 

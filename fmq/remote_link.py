@@ -52,7 +52,7 @@ _UNACKNOWLEDGED_MS = 4000
 _KEEPALIVE_SECONDS = 1
 _CONNECT_MS = 2000
 _RECONNECT_MS = 50
-_RECONNECT_MAX_MS = 1000
+_RECONNECT_MAX_MS = 250
 _LINGER_MS = 500
 """How long closing may take for the last Ack or Goodbye."""
 _TURN = 64
@@ -365,6 +365,8 @@ class ConsumerLink(Link):
         self._protocol = protocol
         self._clients = clients
         self._finished: deque[tuple[RemoteSource, int]] = deque()
+        self.dropped: set[object] = set()
+        """What has to live until the last array of a message that was dropped is gone."""
         self._beat_at = 0.0
         self._router: zmq.Socket[bytes]
         self._gate: zmq.Socket[bytes] | None = None
