@@ -75,6 +75,21 @@ class Arrays:
             raise WrongContentError(f"message {number} differs from what was sent")
 
 
+class ArraySet:
+    """As Arrays, of ``count`` source arrays in turn, for transports that send an array from where it lies."""
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        self._loads = [Arrays(nbytes) for _ in range(count)]
+
+    def make(self, number: int) -> dict[str, NDArray[np.uint8]]:
+        """A source, in a dict; its turn comes again ``count`` messages later."""
+        return self._loads[number % len(self._loads)].make(number)
+
+    def check(self, number: int, payload: Any) -> None:
+        """As Arrays."""
+        self._loads[0].check(number, payload)
+
+
 class Blobs:
     """bytes, of sizes spread evenly from ``smallest`` to ``largest``; compared as a whole."""
 

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING
 
 from bench.loads import MakeLoad, WrongContentError, check_stamp, stamp
 from bench.measure import PATIENCE, Place
-from fmq import AsyncConsumer, AsyncProducer, Consumer, Producer, Publisher, QueueEmptyError, Subscriber
+from fmq import (
+    AsyncConsumer,
+    AsyncProducer,
+    Consumer,
+    Producer,
+    Publisher,
+    QueueEmptyError,
+    RemoteConsumer,
+    RemoteProducer,
+    Subscriber,
+)
 
 if TYPE_CHECKING:
     from fmq.metrics import QueueMetrics
@@ -97,6 +107,46 @@ class FmqLoop:
         """Close both."""
         self._sender.close()
         self._receiver.close()
+
+
+class RemoteSender:
+    """``RemoteProducer.put``, without a copy; ``ahead`` messages may be under way."""
+
+    def __init__(self, load: MakeLoad, port: int, ahead: int) -> None:
+        self._load = load()
+        self._producer = RemoteProducer(f"tcp://127.0.0.1:{port}", window_messages=ahead, window_bytes=1 << 40)
+
+    def run(self, first: int, count: int) -> list[float]:
+        """Put the messages."""
+        make, put = self._load.make, self._producer.put
+        for number in range(first, first + count):
+            put(make(number))
+        return []
+
+    def close(self) -> None:
+        """Close the producer."""
+        self._producer.close()
+
+
+class RemoteReceiver:
+    """``RemoteConsumer.get``, a look at the view, ``release``."""
+
+    def __init__(self, load: MakeLoad, port: int) -> None:
+        self._load = load()
+        self._consumer = RemoteConsumer(f"tcp://127.0.0.1:{port}")
+
+    def run(self, first: int, count: int) -> list[float]:
+        """Get the messages and check them where they lie."""
+        check, get = self._load.check, self._consumer.get
+        for number in range(first, first + count):
+            message = get(timeout=PATIENCE)
+            check(number, message.payload)
+            message.release()
+        return []
+
+    def close(self) -> None:
+        """Close the consumer."""
+        self._consumer.close()
 
 
 class AsyncFmqSender:

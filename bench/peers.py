@@ -75,6 +75,52 @@ class ZmqReceiver:
         self._context.destroy()
 
 
+class TcpSender:
+    """PUSH over tcp; the payload is the array in a dict, sent without a copy. ``ahead`` messages may be under way."""
+
+    def __init__(self, load: MakeLoad, port: int, ahead: int) -> None:
+        self._load = load()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        _limit_waiting(self._socket)
+        self._socket.setsockopt(zmq.SNDHWM, max(1, ahead // 2))
+        self._socket.connect(f"tcp://127.0.0.1:{port}")
+
+    def run(self, first: int, count: int) -> list[float]:
+        """Send the messages."""
+        make, send = self._load.make, self._socket.send
+        for number in range(first, first + count):
+            send(make(number)["x"], copy=False)
+        return []
+
+    def close(self) -> None:
+        """Close socket and context."""
+        self._context.destroy()
+
+
+class TcpReceiver:
+    """PULL over tcp; what arrives is looked at in its frame."""
+
+    def __init__(self, load: MakeLoad, port: int, ahead: int) -> None:
+        self._load = load()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        _limit_waiting(self._socket)
+        self._socket.setsockopt(zmq.RCVHWM, max(1, ahead // 2))
+        self._socket.bind(f"tcp://127.0.0.1:{port}")
+
+    def run(self, first: int, count: int) -> list[float]:
+        """Receive the messages and check them."""
+        check, receive = self._load.check, self._socket.recv
+        for number in range(first, first + count):
+            check(number, {"x": np.frombuffer(receive(copy=False).buffer, np.uint8)})
+        return []
+
+    def close(self) -> None:
+        """Close socket and context."""
+        self._context.destroy()
+
+
 class AsyncPickleSender:
     """zmq.asyncio PUSH over ipc, default options; the payload is pickled with protocol 5."""
 

@@ -23,6 +23,9 @@ topics
     Arrays of 64 MiB in a dict, from one process to 1, 2, 4 and 8, each of which looks at one byte of each page.
     *topic*: one record for all. *a queue each*: a copy for each reader. *zmq + pickle*: pickled once, pushed to each
     over ipc.
+remote
+    Arrays of 1 to 16 MiB in a dict, streamed over tcp on the loopback, without a copy in Python on either side. *fmq*:
+    ``RemoteProducer.put``, acknowledged. *zmq*: the arrays alone through PUSH/PULL of pyzmq. 64 MiB under way, of both.
 memory
     The resident memory of both sides after each hundredth of the messages. The growth counts from 20 % of them on;
     before, the ring's pages are touched for the first time, which counts as resident memory, too.
@@ -34,6 +37,7 @@ deaths
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -43,7 +47,7 @@ from typing import Any
 
 from bench.deaths import first_redelivery_ms, storm
 from bench.harness import stress_rate
-from bench.loads import Arrays, Blobs, MakeLoad, Requests
+from bench.loads import Arrays, ArraySet, Blobs, MakeLoad, Requests
 from bench.measure import Course, Lap, Place, Side, Spread, Team, new_place, quiet, ratios, take_turns
 from bench.ours import (
     AsyncFmqReceiver,
@@ -58,6 +62,8 @@ from bench.ours import (
     IdleSender,
     LoanReceiver,
     LoanSender,
+    RemoteReceiver,
+    RemoteSender,
     TopicReceiver,
     TopicSender,
 )
@@ -71,6 +77,8 @@ from bench.peers import (
     FanSender,
     SegmentReceiver,
     SegmentSender,
+    TcpReceiver,
+    TcpSender,
     ZmqReceiver,
     ZmqSender,
 )
@@ -81,6 +89,7 @@ GB = 1e9
 
 LARGE_RING = 256 * MIB
 SMALL_RING = 64 * MIB
+REMOTE_WINDOW = 64 * MIB
 MEMORY_RING = 4 * MIB
 RESTARTS = 20
 READERS = (1, 2, 4, 8)
@@ -180,6 +189,14 @@ def _zmq(load: MakeLoad) -> Sides:
 
 def _zmq_pickle(load: MakeLoad) -> Sides:
     return lambda place: [partial(AsyncPickleReceiver, place, load), partial(AsyncPickleSender, place, load)]
+
+
+def _remote(load: MakeLoad, port: int, ahead: int) -> Sides:
+    return lambda place: [partial(RemoteReceiver, load, port), partial(RemoteSender, load, port, ahead)]
+
+
+def _tcp(load: MakeLoad, port: int, ahead: int) -> Sides:
+    return lambda place: [partial(TcpReceiver, load, port, ahead), partial(TcpSender, load, port, ahead)]
 
 
 def _segments(load: MakeLoad) -> Sides:
@@ -382,6 +399,31 @@ def topics(plan: Plan) -> Result:
     return result
 
 
+def remote(plan: Plan) -> Result:
+    """Large arrays over tcp, against ZeroMQ alone."""
+    result = Result()
+    for nbytes in (nbytes for nbytes in plan.sizes if nbytes <= REMOTE_WINDOW // 4):
+        ahead = REMOTE_WINDOW // nbytes
+        # More than can be under way, for an array that is sent must not change.
+        load = partial(ArraySet, nbytes, ahead + 4)
+        contestants = {"fmq": _remote(load, _free_port(), ahead), "zmq": _tcp(load, _free_port(), ahead)}
+        size = f"{nbytes / MIB:g} MiB"
+        courses = _contest(plan, contestants, warmup=max(4, 32 * MIB // nbytes))
+        for name, course in courses.items():
+            speed = Spread.of([rate * nbytes / GB for rate in course.rates])
+            result.figures.append(Figure(f"{size}, {name}", speed, "GB/s"))
+        ratio = ratios(courses["fmq"].rates, courses["zmq"].rates)
+        result.figures.append(Figure(f"{size}, fmq / zmq", ratio, "x"))
+        result.add_laps(courses, size)
+    return result
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
 def memory(plan: Plan) -> Result:
     """Resident memory over many messages of 64 bytes to 1 KiB."""
     load = partial(Blobs, 64, KIB)
@@ -464,6 +506,7 @@ SUITES: dict[str, Callable[[Plan], Result]] = {
     "small": small,
     "topics": topics,
     "metrics": metrics,
+    "remote": remote,
     "idle": idle,
     "memory": memory,
     "deaths": deaths,
