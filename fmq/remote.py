@@ -773,6 +773,7 @@ class RemoteConsumerBase:
         """In a forked child: refuse every further use. Called by the fork itself."""
         self._link.lock = self._lock = threading.RLock()
         self._turn = threading.Lock()
+        self._link.abandon()
         self._refusal = ForkedError(f"this consumer at {self.endpoint} is the parent process's; the child can't use it")
 
 

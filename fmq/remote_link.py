@@ -18,6 +18,8 @@ import contextlib
 import logging
 import math
 import os
+import socket
+import stat
 import threading
 import time
 from collections import deque
@@ -146,22 +148,22 @@ class Link:
             self._thread.join()
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        made: zmq.Socket[bytes] = self._context.socket(kind)
         try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.TCP_MAXRT, _UNACKNOWLEDGED_MS)
-            socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-            socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_SECONDS)
-            socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_SECONDS)
+            made.setsockopt(zmq.LINGER, 0)
+            made.setsockopt(zmq.TCP_MAXRT, _UNACKNOWLEDGED_MS)
+            made.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_SECONDS)
+            made.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_SECONDS)
             if "[" in self.endpoint:
-                socket.setsockopt(zmq.IPV6, 1)
+                made.setsockopt(zmq.IPV6, 1)
             if self._keys is not None:
-                socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public.encode())
-                socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
+                made.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public.encode())
+                made.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
         except BaseException:
-            socket.close()
+            made.close()
             raise
-        return socket
+        return made
 
     def _open(self) -> None:
         """Make what has to be there at once."""
@@ -188,9 +190,9 @@ class Link:
 
     def _wait(self, sockets: Iterable[zmq.Socket[bytes] | None], until: float) -> None:
         poller = zmq.Poller()
-        for socket in sockets:
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
+        for each in sockets:
+            if each is not None:
+                poller.register(each, zmq.POLLIN)
         poller.register(self._nudge.fileno(), zmq.POLLIN)
         poller.poll(math.ceil(max(0.0, until - time.monotonic()) * 1000))
         # In this order: whoever nudges from now on is seen the next time.
@@ -376,6 +378,19 @@ class ConsumerLink(Link):
         """Have a message acknowledged. Any thread, any finalizer."""
         self._finished.append((source, sequence))
         self.nudge()
+
+    def abandon(self) -> None:
+        """In a forked child: close its copies of the sockets at this port, which would keep the port taken."""
+        port = int(self.endpoint.rpartition(":")[2])
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    continue
+                found = socket.socket(fileno=int(name))
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == port:
+                    found.close()
+                else:
+                    found.detach()
 
     def _open(self) -> None:
         if self._keys is not None and self._clients is not None:

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -574,6 +575,29 @@ def test_a_forked_child_is_refused_and_does_no_harm(producer: RemoteProducer, co
     assert get(consumer).payload == 1
     producer.put(2)
     assert get(consumer).payload == 2
+
+
+def test_a_forked_child_does_not_keep_the_port(consumer: RemoteConsumer, producer: RemoteProducer) -> None:
+    def live(connection: Connection) -> None:
+        connection.send("there")
+        connection.recv()
+
+    eventually(lambda: producer.connected, "it is connected")
+    with Child(live) as child:
+        assert child.hear() == "there"
+        consumer.close()
+        producer.put(1)
+        with RemoteConsumer(consumer.endpoint) as successor:
+            assert get(successor).payload == 1
+        child.tell("end")
+        assert child.join() == 0
+
+
+@pytest.mark.parametrize("example", range(2))
+def test_what_the_docs_show_works(example: int) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "remote.md").read_text()
+    code = text.split("```python\n")[1 + example].split("```")[0]
+    exec(compile(code, "docs/remote.md", "exec"), {})
 
 
 # -- who may be there -------------------------------------------------------------------------------------------------
