@@ -26,8 +26,7 @@ from fmq.fastdeploy import FMQ, Descriptor, FMQFactory, Queue, Topic
 from fmq.lifetime import exit_on_signals
 from fmq.message import Message, SetAside
 from fmq.producer import AsyncProducer, Producer
-from fmq.remote import AsyncRemoteConsumer, AsyncRemoteProducer, RemoteConsumer, RemoteProducer
-from fmq.remote_link import CurveKeys
+from fmq.remote import AsyncRemoteConsumer, AsyncRemoteProducer, CurveKeys, RemoteConsumer, RemoteProducer
 from fmq.topics import AsyncPublisher, AsyncSubscriber, Publisher, Subscriber
 from shmq.errors import (
     CorruptRecordError,

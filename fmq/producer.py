@@ -191,7 +191,7 @@ class ProducerBase:
         """Post a message that is all blob. None if there is no room."""
         # Not acquire and release, 0.08 us less: after Ctrl-C between that and its `try` nobody would ever get the lock.
         with self._lock:
-            sequence = self._post(blob, encoding, time.time_ns(), 0 if ttl is None else _expires(ttl))
+            sequence = self._post(blob, encoding, time.time_ns(), 0 if ttl is None else expires_at(ttl))
         if not LOCK_IS_FENCE:
             fence.full()
         if self._is_asleep():
@@ -238,7 +238,7 @@ class ProducerBase:
     # -- in steps -----------------------------------------------------------------------------------------------------
 
     def _start(self, encoding: int, blob: bytes, buffers: list[NDArray[Any]], ttl: float | None) -> Outgoing:
-        return self._outgoing(self._writer, self._loans, encoding, blob, buffers, 0 if ttl is None else _expires(ttl))
+        return self._outgoing(self._writer, self._loans, encoding, blob, buffers, 0 if ttl is None else expires_at(ttl))
 
     def _put_now(self, outgoing: Outgoing) -> int | None:
         """As ``_put`` if there is room for all of it at once; None if there is not."""
@@ -481,7 +481,7 @@ class Producer(ProducerBase):
         if not buffers and len(blob) <= self._inline:
             # As in _post_small, whose call would cost 0.1 us.
             with self._lock:
-                sequence = self._post(blob, encoding, time.time_ns(), 0 if ttl is None else _expires(ttl))
+                sequence = self._post(blob, encoding, time.time_ns(), 0 if ttl is None else expires_at(ttl))
             if not LOCK_IS_FENCE:
                 fence.full()
             if self._is_asleep():
@@ -616,7 +616,8 @@ class AsyncProducer(ProducerBase):
         return self._copier
 
 
-def _expires(ttl: float) -> int:
+def expires_at(ttl: float) -> int:
+    """The nanoseconds of the monotonic clock at which a time to live in seconds is over. Raises ValueError."""
     if not isinstance(ttl, numbers.Real) or not 0 < ttl <= _LONGEST_TTL:
         raise ValueError(
             f"a ttl is a number of seconds above 0, at most {_LONGEST_TTL:,}, or None for no limit; this one is {ttl!r}"

@@ -42,7 +42,7 @@ from fmq import (
     RemoteProducer,
     TooLargeError,
 )
-from fmq.remote_protocol import Data, Hello
+from fmq.remote.protocol import Data, Hello
 from tests.queues import DEADLINE_S, Child, Run, eventually, open_descriptors, runner_fixture
 
 __all__ = ["runner_fixture"]

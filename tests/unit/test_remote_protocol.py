@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fmq import ProtocolError
 from fmq.encoding import RAW
-from fmq.remote_protocol import (
+from fmq.remote.protocol import (
     MAX_BUFFERS,
     MAX_CONTROL_BYTES,
     Ack,

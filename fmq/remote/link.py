@@ -33,7 +33,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from fmq.doorbell import Nudge
 from fmq.errors import FmqError, ProtocolError, QueueInUseError, QueueNameError
-from fmq.remote_protocol import (
+from fmq.remote.protocol import (
     MAX_BUFFERS,
     MAX_CONTROL_BYTES,
     RemoteConsumerProtocol,
