@@ -28,6 +28,9 @@ from typing import Any
 
 import msgspec
 import zmq
+
+# Before anything is to be closed at exit, so that it ends after that: it sends what is sent without a copy.
+import zmq.utils.garbage
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
