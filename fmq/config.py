@@ -25,6 +25,7 @@ ENVIRONMENT = "FMQ_CONFIG_JSON"
 MIB = 1024 * 1024
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
+Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
 Path = Annotated[str, msgspec.Meta(min_length=1)]
 Protocol = Literal["ipc", "tcp"]
 Codec = Literal["pickle", "msgpack"]
@@ -80,11 +81,27 @@ class SocketOptions(msgspec.Struct, frozen=True):
             socket.setsockopt(zmq.RCVBUF, self.rcvbuf)
 
 
+class Curve(msgspec.Struct, frozen=True):
+    """The CURVE keys of a tcp endpoint, each 40 characters of Z85; see ``fmq.CurveKeys``.
+
+    ``public`` and ``secret`` are this process's own. A producer needs its consumer's public key, ``server``; a consumer
+    takes only ``clients``, if it is given their public keys.
+    """
+
+    public: Key
+    secret: Key
+    server: Key | None = None
+    clients: tuple[Key, ...] | None = None
+
+    def __repr__(self) -> str:
+        return f"Curve(public={self.public!r}, secret=..., server={self.server!r}, clients={self.clients!r})"
+
+
 class Endpoint(msgspec.Struct, frozen=True):
     """Where a queue or topic is, and what is different about it; what is None is as the Config says.
 
     ``address``: of an ipc endpoint a path, whose directory takes the place of ``ipc_root`` and whose last part names
-    the queue; of a tcp endpoint "host:port".
+    the queue; of a tcp endpoint "host:port", which ``curve`` is for.
     """
 
     protocol: Protocol
@@ -97,6 +114,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     codec: Codec | None = None
     policy: Policy | None = None
     patience: Seconds | None = None
+    curve: Curve | None = None
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -208,6 +226,10 @@ class EndpointManager:
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+_OBJECTS: dict[str, type[msgspec.Struct]] = {"socket_config": SocketOptions, "curve": Curve}
+"""Settings that are objects themselves."""
+_SECRET = "secret"
+
 
 def parse(text: bytes | str, source: str = ENVIRONMENT) -> Config:
     """The settings in a JSON text. Raises ConfigError, which begins with ``source`` and the path to what is wrong."""
@@ -232,8 +254,8 @@ def _struct(kind: type[T], tree: Any, source: str, path: str) -> T:
             raise ConfigError(f"{source}: {where} is no setting{meant}; those here are {', '.join(fields)}")
         if key == "endpoints":
             found[key] = _endpoints(value, source, where)
-        elif key == "socket_config":
-            found[key] = _struct(SocketOptions, value, source, where)
+        elif key in _OBJECTS and value is not None:
+            found[key] = _struct(_OBJECTS[key], value, source, where)
         else:
             found[key] = _value(field.type, value, source, where)
     for name, field in fields.items():
@@ -253,6 +275,8 @@ def _endpoints(tree: Any, source: str, path: str) -> dict[str, Endpoint]:
         host, _, port = endpoint.address.rpartition(":")
         if endpoint.protocol == "tcp" and not (host and port.isdecimal()):
             raise ConfigError(f'{source}: {where}.address has to be "host:port", not {endpoint.address!r}')
+        if endpoint.protocol == "ipc" and endpoint.curve is not None:
+            raise ConfigError(f"{source}: {where}.curve is for endpoints of protocol tcp")
         if endpoint.protocol == "ipc":
             queue = os.path.basename(endpoint.address)
             _value(Name, queue, source, f"{where}.address, whose last part names the queue,")
@@ -266,7 +290,8 @@ def _value(kind: Any, value: Any, source: str, path: str) -> Any:
         reason = str(error)
         if reason.startswith("Invalid enum"):
             reason = f"expected one of {', '.join(map(repr, _choices(kind)))}"
-        raise ConfigError(f"{source}: {path} is {value!r:.80}: {reason[:1].lower()}{reason[1:]}") from None
+        shown = "..." if path.endswith(_SECRET) else f"{value!r:.80}"
+        raise ConfigError(f"{source}: {path} is {shown}: {reason[:1].lower()}{reason[1:]}") from None
 
 
 def _choices(kind: Any) -> list[str]:

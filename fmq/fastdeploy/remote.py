@@ -5,19 +5,24 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from fmq.config import Config
+from fmq.config import Config, Curve, Endpoint
 from fmq.errors import ConfigError
 
 
 def remote_producer(kind: type[Any], config: Config, name: str) -> Any:
     """The producer of a tcp endpoint, with the methods of ``kind``, Producer or AsyncProducer."""
+    endpoint = config.endpoints[name]
     # Copied, for whoever has put an array may use it again, as in a ring.
-    return _class_like(kind)(_address(config, name), codec="msgpack", copy=True)
+    return _class_like(kind)(_address(endpoint), codec=_codec(endpoint, name), copy=True, keys=_keys(endpoint.curve))
 
 
 def remote_consumer(kind: type[Any], config: Config, name: str) -> Any:
     """The consumer of a tcp endpoint, with the methods of ``kind``, Consumer or AsyncConsumer."""
-    return _class_like(kind)(_address(config, name), accept=("msgpack",))
+    endpoint = config.endpoints[name]
+    curve = endpoint.curve
+    accept = ("msgpack", "pickle") if _codec(endpoint, name) == "pickle" else ("msgpack",)
+    clients = None if curve is None else curve.clients
+    return _class_like(kind)(_address(endpoint), accept=accept, keys=_keys(curve), clients=clients)
 
 
 def _class_like(kind: type[Any]) -> Any:
@@ -29,11 +34,23 @@ def _class_like(kind: type[Any]) -> Any:
     return getattr(module, f"AsyncRemote{name[5:]}" if name.startswith("Async") else f"Remote{name}")
 
 
-def _address(config: Config, name: str) -> str:
-    endpoint = config.endpoints[name]
-    if endpoint.codec == "pickle":
-        raise ConfigError(
-            f"endpoint {name}: pickles are taken over tcp only from clients that are known by their keys, which "
-            "settings don't have; leave out its codec, and send what msgpack can take"
-        )
+def _address(endpoint: Endpoint) -> str:
     return f"tcp://{endpoint.address.removeprefix('tcp://')}"
+
+
+def _codec(endpoint: Endpoint, name: str) -> str:
+    """The codec of an endpoint, msgpack if it names none. Raises ConfigError for pickles from anybody."""
+    curve = endpoint.curve
+    if endpoint.codec == "pickle" and (curve is None or (curve.server is None and curve.clients is None)):
+        raise ConfigError(
+            f"endpoint {name}: pickles are taken over tcp only from clients that are known by their keys; give it "
+            "curve, with server for a producer or clients for a consumer, or leave out its codec"
+        )
+    return endpoint.codec or "msgpack"
+
+
+def _keys(curve: Curve | None) -> Any:
+    if curve is None:
+        return None
+    # Not above, as fmq.remote.
+    return importlib.import_module("fmq.remote").CurveKeys(curve.public, curve.secret, curve.server)

@@ -20,6 +20,7 @@ import math
 import os
 import socket
 import stat
+import struct
 import threading
 import time
 from collections import deque
@@ -32,7 +33,6 @@ import zmq
 # Before anything is to be closed at exit, so that it ends after that: it sends what is sent without a copy.
 import zmq.utils.garbage
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
 from fmq.doorbell import Nudge
 from fmq.errors import FmqError, ProtocolError, QueueInUseError, QueueNameError
@@ -64,6 +64,10 @@ _TURN = 64
 """How many messages are received before others have their turn."""
 
 _ZAP = "inproc://zeromq.zap.01"
+
+
+_MONITOR_EVENT = struct.Struct("=hi")
+"""Event and value, as zmq_socket_monitor(3) says. (pyzmq's own reader of it imports zmq.asyncio.)"""
 
 
 class CurveKeys(msgspec.Struct, frozen=True):
@@ -333,7 +337,7 @@ class ProducerLink(Link):
         """Take in what became of the connection."""
         while self._monitor is not None:
             try:
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+                event = _MONITOR_EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])[0]
             except zmq.Again:
                 return
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

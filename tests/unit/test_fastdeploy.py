@@ -24,6 +24,7 @@ from fmq import (
     CodecRefusedError,
     Config,
     ConfigError,
+    CurveKeys,
     DecodeError,
     Descriptor,
     EncodeError,
@@ -592,6 +593,27 @@ def test_a_queue_over_tcp_has_the_same_face(settings: Settings) -> None:
         await consumer.close()
 
     asyncio.run(main())
+
+
+def test_keys_in_the_settings_let_pickles_in_over_tcp(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = CurveKeys.generate(), CurveKeys.generate()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+    def endpoint(keys: CurveKeys, **more: Any) -> None:
+        curve = {"public": keys.public, "secret": keys.secret, **more}
+        tcp = {"protocol": "tcp", "address": address, "codec": "pickle", "curve": curve}
+        settings(endpoints={"q_a2e": tcp}, close_timeout=DEADLINE_S)
+
+    endpoint(ours, clients=[theirs.public])
+    consumer = sync.FMQ().queue("q_a2e", "consumer").open()
+    endpoint(theirs, server=ours.public)
+    monkeypatch.setattr(EndpointManager, "config", None)
+    producer = sync.FMQ().queue("q_a2e", "producer")
+    producer.put(Role.PRODUCER)
+    assert consumer.get(timeout=PATIENCE) is Role.PRODUCER
+    producer.close()
+    consumer.close()
 
 
 def test_where_there_is_no_tcp_its_endpoints_are_an_error_that_says_so(
