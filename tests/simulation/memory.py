@@ -38,7 +38,7 @@ Store = tuple["Shared", int, bytes]
 class Shared:
     """The bytes of one segment, as visible to all. ``history`` is kept in the weak model only."""
 
-    __slots__ = ("address", "history", "linked", "name", "number", "owner", "raw", "records", "released", "words")
+    __slots__ = ("address", "history", "linked", "name", "number", "owner", "raw", "records", "released", "slots", "words")
 
     def __init__(self, name: str, number: int, nbytes: int) -> None:
         self.name = name
@@ -52,6 +52,8 @@ class Shared:
         self.records: set[int] = set()
         self.released = 0
         """How many release bytes were stored that give something back."""
+        self.slots: dict[int, Any] = {}
+        """Which mapping holds the lock of a reader slot."""
         self.address = 0
 
 

@@ -58,8 +58,7 @@ class ProducerProgram:
     def __call__(self, process: Process) -> None:
         """The life of one producer."""
         world, traffic = self._world, self._traffic
-        producer = Producer(QUEUE, ring_size=traffic.ring_size, spill_limit=4 * traffic.ring_size)
-        process.front = producer
+        process.front = producer = self._open()
         producer._bell.ring = producer._writer.segment.shared  # type: ignore[attr-defined]
         ring = self._oracle.rings[producer.ring.rpartition(":")[2]] = Ring(self._number)
         for _ in range(traffic.messages):
@@ -74,6 +73,9 @@ class ProducerProgram:
         self._end(producer)
         vars(producer).clear()
         process.front = None
+
+    def _open(self) -> Producer:
+        return Producer(QUEUE, ring_size=self._traffic.ring_size, spill_limit=4 * self._traffic.ring_size)
 
     def _drop_loans(self) -> None:
         for array, part in self._loans:
@@ -196,14 +198,21 @@ class ConsumerProgram:
     def __call__(self, process: Process) -> None:
         """The life of one consumer."""
         life = self._life
-        consumer = Consumer(QUEUE, max_deliveries=None, warn_held=None)
-        process.front = consumer
+        process.front = consumer = self._open()
         consumer._may_spin = self._world.random() < 0.3
         try:
             while True:
                 self._act(consumer, life)
         except EndOfSchedule:
             life.getting = 0
+        self._end(consumer)
+        vars(consumer).clear()
+        process.front = None
+
+    def _open(self) -> Consumer:
+        return Consumer(QUEUE, max_deliveries=None, warn_held=None)
+
+    def _end(self, consumer: Consumer) -> None:
         while self._held:
             self._give_back(0)
         while self._kept:
@@ -211,8 +220,6 @@ class ConsumerProgram:
         if consumer._protocol._refused:
             raise Broken(f"a ring was left out: {consumer._protocol._refused}")
         consumer.close()
-        vars(consumer).clear()
-        process.front = None
 
     def _act(self, consumer: Consumer, life: Life) -> None:
         world, traffic = self._world, self._traffic

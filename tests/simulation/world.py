@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fmq import wire
 from shmq import layout
-from shmq.errors import SegmentExistsError, SegmentMissingError, ViewsHeldError
+from shmq.errors import ForeignSegmentError, SegmentExistsError, SegmentMissingError, ViewsHeldError
 from tests.simulation.memory import WORD, Clock, Memory, Processor, Shared, Words
 
 RECHECK = 1000.0
@@ -289,6 +289,8 @@ class Segment:
         shared = machine.segments.get(name)
         if shared is None:
             raise SegmentMissingError(f"there is no segment {name}")
+        if shared.words[layout.MAGIC] == layout.TOPIC_MAGIC != magic:
+            raise ForeignSegmentError(f"segment {name} is a topic's")
         if shared.words[layout.MAGIC] != magic:
             raise Broken(f"segment {name} was attached as another kind")
         return cls(shared)
@@ -308,9 +310,22 @@ class Segment:
         """Who has it mapped."""
         return self._process
 
-    def claim(self) -> bool:
-        """As of the real one; the queue's lock sees to it that nobody else is there."""
+    @property
+    def is_open(self) -> bool:
+        """Whether it has its descriptor, and so its locks."""
         return self._is_open
+
+    def claim(self, slot: int = 0) -> bool:
+        """As of the real one."""
+        return self._world.claim(self, slot)
+
+    def unclaim(self, slot: int) -> None:
+        """As of the real one."""
+        self._world.unclaim(self, slot)
+
+    def has_readers(self) -> bool:
+        """As of the real one."""
+        return self._world.has_readers(self)
 
     def adopt(self) -> bool:
         """As of the real one."""
@@ -343,6 +358,7 @@ class Segment:
 
     def drop_lock(self) -> None:
         """As of the real one."""
+        self._world.unclaim_all(self)
         self._is_open = False
         if self.shared.owner is self:
             self.shared.owner = None
@@ -448,6 +464,7 @@ class World(Clock):
         self.on_kill: Callable[[Process], None] = _nothing
         self.has_work: Callable[[], str] = str
         """What a consumer that sleeps ought to do; empty if nothing."""
+        self.idle_ns = _IDLE_NS
         self._hub = getcurrent()
         self._turns = 0
         self._alone_since = 0
@@ -508,10 +525,14 @@ class World(Clock):
         process.waits = True
         process.descriptors = descriptors
         process.deadline = math.inf if timeout >= RECHECK else self.now + max(0.0, timeout) * 1e9
-        if timeout >= RECHECK and self.faulty:
+        if timeout >= RECHECK and (self.faulty or self.must_recheck(process)):
             process.deadline = self.now + RECHECK_S * 1e9
         self.say("wait", "")
         self._hub.switch()
+
+    def must_recheck(self, process: Process) -> bool:
+        """Whether a process that begins to wait can't be woken, by nobody's fault."""
+        return False
 
     def sleep(self, seconds: float) -> None:
         """Let the running process do nothing for a while."""
@@ -648,10 +669,10 @@ class World(Clock):
             return True
         waiting = [process for process in self.processes if process.deadline < math.inf]
         consumers = [process for process in self.processes if process.is_consumer]
-        if consumers and consumers[0].descriptors and not self.faulty and (work := self.has_work()):
+        if consumers and self._listen(consumers) and not self.faulty and (work := self.has_work()):
             raise Broken(f"a wake-up was lost: everybody sleeps, and {work}")
         alone = bool(consumers) and len(self.processes) == len(consumers)
-        if alone and (not waiting or self.now - self._alone_since > _IDLE_NS):
+        if alone and (not waiting or self.now - self._alone_since > self.idle_ns):
             consumers[0].waits = False
             self._resume(consumers[0], 100, EndOfSchedule)
             return True
@@ -662,6 +683,10 @@ class World(Clock):
             names = ", ".join(process.name for process in self.processes)
             raise Broken(f"a wake-up was lost: {names} would sleep for ever")
         return False
+
+    def _listen(self, consumers: list[Process]) -> bool:
+        """Whether those who ought to do something would hear of it."""
+        return bool(consumers[0].descriptors)
 
     def end(self) -> None:
         """Let go of all processes, so that nothing of them is left for the garbage collector."""
@@ -697,6 +722,11 @@ class World(Clock):
         for shared in self.all_segments:
             if isinstance(shared.owner, Segment) and shared.owner.process is process:
                 shared.owner = None
+        self._cut_off(process, bell)
+        self.on_kill(process)
+
+    def _cut_off(self, process: Process, bell: Any) -> None:
+        """What becomes of the frames, and of the locks of reader slots, of a process that died."""
         if process.is_consumer:
             self.bound = None
             for bell in self.producer_bells:
@@ -705,7 +735,6 @@ class World(Clock):
                     bell.way_out.clear()
         elif bell is not None:
             bell.gone = True
-        self.on_kill(process)
 
     def _take_down(self, process: Process) -> None:
         if process.greenlet:
@@ -764,6 +793,20 @@ class World(Clock):
         self.step()
         return self.lock_holder is not None
 
+    def claim(self, segment: Segment, slot: int) -> bool:
+        """See ``Segment``. The queue's lock sees to it that nobody else is there."""
+        return segment.is_open
+
+    def unclaim(self, segment: Segment, slot: int) -> None:
+        """See ``Segment``."""
+
+    def unclaim_all(self, segment: Segment) -> None:
+        """Drop the reader slots of a descriptor that is closed."""
+
+    def has_readers(self, segment: Segment) -> bool:
+        """See ``Segment``."""
+        raise NotImplementedError
+
     def has_views(self, segment: Segment) -> bool:
         """Whether arrays look into a segment that its process wants to unmap; told by who hands them out."""
         return False
@@ -808,6 +851,8 @@ _NAMED = {"HEAD", "NEXT_SEQUENCE", "TAIL", "WANTED", "EPOCH", "CONSUMER_PID", "A
     "STALLS", "HIGH_WATER", "TURNS", "FOLDS", "DOORBELLS", "REDELIVERED_COUNT", "EXPIRED_COUNT", "SET_ASIDE_COUNT"
 }  # fmt: skip
 _WORDS = {value: name.lower().replace("_", " ") for name, value in vars(layout).items() if name in _NAMED}
+for _name in ("JOINED", "SLOT_ASLEEP", "SKIP_TO", "CLAIM", "SLOT_PID"):
+    _WORDS |= {getattr(layout, _name) + slot: f"{_name.lower()} {slot}" for slot in range(layout.SLOTS)}
 _FIELDS = ("position", "descriptor", "sequence", "body", "timestamp", "expires", "extra", "deliveries", "release")
 
 
