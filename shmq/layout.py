@@ -60,7 +60,8 @@ A *topic* is a ring (of another magic) with many readers. Each has a reader slot
 the bytes of slots that nobody has are FREE from the start, and those of readers begin with OFFERED::
 
     OFFERED --> TAKEN --> DONE --> FREE         as above
-    OFFERED --> FREE                            skipped, by the publisher: the reader was too slow
+                TAKEN --> RETURNED --> TAKEN    put back by the reader itself
+    OFFERED --> FREE                            taken back by the publisher: the reader was too slow, or is gone
 
 When all 64 are FREE the publisher notes it in the first byte of the word that counts deliveries in a queue's ring. What
 becomes of slots is written down in ``shmq.topic``.

@@ -9,14 +9,18 @@ Rules
         holder writes the release bytes of a slot. So they are freed by the reader; by the publisher, if it gets the
         lock because the reader is gone; or by the next reader that gets it. Nobody comes by messages that were offered
         to another.
-    2.  A reader joins by storing a new number in ``joined``. Messages are offered to it from when the publisher sees
-        that, before each message: it begins with the newest.
-    3.  The publisher may *skip* what was offered to a reader and not taken: it stores the head in ``skip to``, fences,
-        and frees what is still OFFERED, save the message in ``claim``. The reader stores the position of what it is
-        about to take in ``claim``, fences, and loads ``skip to``; what lies before that is not its own any more, and it
-        writes nothing there. So one of the two sees the other. This is the one case in which the publisher writes
-        release bytes of a reader that lives.
-    4.  The lowest bit of ``skip to`` says that the reader is *dropped*: nothing is offered to it until it joins again.
+    2.  A reader joins by storing a new number in ``joined``, after it freed what the reader before had taken. Messages
+        are offered to it from when the publisher sees that, before each message: it begins with the newest. What was
+        offered by that slot before, the publisher takes back.
+    3.  The publisher may take back what was offered to a reader and not taken, and so *skip* it: it stores the head in
+        ``skip to``, fences, and frees what is still OFFERED, save the message in ``claim``. The reader stores the
+        position of what it is about to take in ``claim``, fences, and loads ``skip to``; what lies before that is not
+        its own any more, and it writes nothing there. So one of the two sees the other. If both do, nobody has freed
+        the message: the reader says so by another ``claim``, and the publisher looks at it again. This is the one case
+        in which the publisher writes release bytes of a reader that lives.
+    4.  The low bits of ``skip to`` name the number in ``joined`` that it is said to: what they say to a reader that was
+        there before is of no concern to the one that has the slot now, and tells it that nothing is its own yet.
+    5.  The lowest bit of ``skip to`` says that the reader is *dropped*: nothing is offered to it until it joins again.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ from shmq.layout import (
     PENDING,
     POSITION_WORD,
     RELEASE_BYTE,
+    RETURNED,
     SETTLED_BYTE,
     SKIP_TO,
     SKIPPED_COUNT,
@@ -54,6 +59,8 @@ from shmq.segment import Segment
 from shmq.writer import LAP_BYTES, Payload, RingWriter, Slice, record_length
 
 _DROPPED = 1
+_NUMBERS = 32
+"""How many numbers ``skip to`` tells apart; its position leaves five bits for that."""
 _NOBODY = bytes(8 * SLOTS)
 _ALL_FREE = bytes([FREE]) * SLOTS
 _RELEASE = HEADER_BYTES + RELEASE_BYTE
@@ -68,6 +75,8 @@ class TopicWriter(RingWriter):
         super().__init__(segment, spill_limit=spill_limit, lap=lap)
         self._joined = _NOBODY
         self._offers = _ALL_FREE
+        self._left: dict[int, int] = {}
+        """For each slot the offset of the message that was not taken back because its reader claimed it."""
 
     # -- readers ------------------------------------------------------------------------------------------------------
 
@@ -76,24 +85,31 @@ class TopicWriter(RingWriter):
         self._meet()
         return [slot for slot in range(SLOTS) if self._offers[slot] == OFFERED]
 
+    def has_readers(self) -> bool:
+        """Whether there are readers, those that are dropped included: they may hold messages."""
+        return self._joined != _NOBODY
+
     def pid(self, slot: int) -> int:
         """The process of a reader."""
         return self._words[SLOT_PID + slot]
 
     def _meet(self) -> None:
         """Offer messages, from now on, to the readers that joined."""
+        if self._left:
+            self._look_at_left()
         joined = self._memory[8 * JOINED : 8 * (JOINED + SLOTS)]
         if joined == self._joined:
             return
-        offers = bytearray(self._offers)
-        for slot in range(SLOTS):
-            word = slice(8 * slot, 8 * slot + 8)
-            if joined[word] != self._joined[word]:
-                # No longer dropped, if it was.
-                self._words[SKIP_TO + slot] = self._position
-                offers[slot] = OFFERED
+        words = [slice(8 * slot, 8 * slot + 8) for slot in range(SLOTS)]
+        new = [slot for slot, word in enumerate(words) if joined[word] != self._joined[word]]
         self._joined = joined
-        self._offers = bytes(offers)
+        for slot in new:
+            # No longer dropped, if it was; and what was offered to the reader before is for nobody.
+            self._take_back(slot)
+            self._offer_to(slot, OFFERED)
+
+    def _offer_to(self, slot: int, offer: int) -> None:
+        self._offers = self._offers[:slot] + bytes([offer]) + self._offers[slot + 1 :]
 
     def free_dead(self) -> int:
         """Take back the slots of readers that are gone, and what they held. Returns how many there were."""
@@ -107,10 +123,12 @@ class TopicWriter(RingWriter):
         try:
             for offset in self._messages():
                 self._memory[_RELEASE + offset + slot] = FREE
+            self._words[SLOT_ASLEEP + slot] = 0
             self._words[JOINED + slot] = 0
             at = 8 * slot
             self._joined = self._joined[:at] + bytes(8) + self._joined[at + 8 :]
-            self._offers = self._offers[:slot] + bytes([FREE]) + self._offers[slot + 1 :]
+            self._offer_to(slot, FREE)
+            self._left.pop(slot, None)
         finally:
             self.segment.unclaim(slot)
         return True
@@ -128,21 +146,43 @@ class TopicWriter(RingWriter):
 
         With ``drop`` nothing more is offered to it until it joins again.
         """
-        words, memory = self._words, self._memory
-        words[SKIP_TO + slot] = self._position | (_DROPPED if drop else 0)
         if drop:
-            self._offers = self._offers[:slot] + bytes([FREE]) + self._offers[slot + 1 :]
+            self._offer_to(slot, FREE)
+        skipped = self._take_back(slot, _DROPPED if drop else 0)
+        self._words[SKIPPED_COUNT] += skipped
+        return skipped
+
+    def _take_back(self, slot: int, flag: int = 0) -> int:
+        words, memory = self._words, self._memory
+        number = memoryview(self._joined).cast("Q")[slot]
+        words[SKIP_TO + slot] = self._position | number % _NUMBERS << 1 | flag
         fence.full()
         claimed = words[CLAIM + slot]
         fence.observe()
-        skipped = 0
+        taken_back = 0
         for offset in self._messages():
             at = _RELEASE + offset + slot
-            if memory[at] == OFFERED and words[(HEADER_BYTES + offset >> 3) + POSITION_WORD] != claimed:
+            if memory[at] != OFFERED:
+                continue
+            if words[(HEADER_BYTES + offset >> 3) + POSITION_WORD] == claimed:
+                self._left[slot] = offset
+            else:
                 memory[at] = FREE
-                skipped += 1
-        words[SKIPPED_COUNT] += skipped
-        return skipped
+                taken_back += 1
+        return taken_back
+
+    def _look_at_left(self) -> None:
+        """Free what was left to readers that claimed it, and that saw it taken back."""
+        words, memory = self._words, self._memory
+        for slot, offset in list(self._left.items()):
+            claimed = words[CLAIM + slot]
+            fence.observe()
+            at = _RELEASE + offset + slot
+            if memory[at] == OFFERED:
+                if words[(HEADER_BYTES + offset >> 3) + POSITION_WORD] == claimed:
+                    continue
+                memory[at] = FREE
+            del self._left[slot]
 
     def asleep(self) -> int:
         """Not 0 if a reader sleeps."""
@@ -189,6 +229,9 @@ class TopicWriter(RingWriter):
         if self._release(offset) != _ALL_FREE:
             return False
         self._memory[at] = FREE
+        if self._left:
+            # Before another message may lie there.
+            self._left = {slot: left for slot, left in self._left.items() if left != offset}
         return True
 
     def _settle_all(self) -> None:
@@ -197,6 +240,8 @@ class TopicWriter(RingWriter):
 
     def _reap(self) -> None:
         super()._reap()
+        if self._left:
+            self._look_at_left()
         for offset in self._messages():
             if not self._is_settled(offset):
                 break
@@ -218,7 +263,7 @@ class TopicWriter(RingWriter):
         if self._is_settled(offset):
             return FREE
         release = self._release(offset)
-        if OFFERED in release:
+        if OFFERED in release or RETURNED in release:
             return PENDING
         return TAKEN if TAKEN in release else DONE
 
@@ -230,7 +275,8 @@ class TopicReader(RingReader):
     publisher went on without this reader; then it has joined again. What is not said here is as for RingReader.
     """
 
-    _new = OFFERED
+    _new = RETURNED
+    """Not OFFERED, which the publisher might take back."""
 
     def __init__(self, segment: Segment, slot: int, *, epoch: int) -> None:
         self._slot = slot
@@ -243,15 +289,25 @@ class TopicReader(RingReader):
     def _enter(self, epoch: int) -> None:
         words = self._words
         words[CLAIM + self._slot] = INVALID_POSITION
-        # What was offered to the reader before, which died with it.
+        # What the reader before had taken, and died with; what was only offered to it, the publisher takes back.
         for record in self.records():
-            if record.state != FREE and self._claim(record.position):
+            if record.state not in (FREE, OFFERED):
                 self._memory[self._mark + record.offset] = FREE
         words[SLOT_ASLEEP + self._slot] = 0
         words[SLOT_PID + self._slot] = os.getpid()
-        self._skip_to = words[SKIP_TO + self._slot]
+        self._join()
+
+    def _join(self) -> None:
+        words, slot = self._words, self._slot
+        # Another one than those that the publisher may be speaking to, if it has not yet seen that they are gone.
+        before = words[JOINED + slot] or words[SKIP_TO + slot] >> 1
+        self._number = self._epoch * _NUMBERS % (1 << 64) + (before + 1) % _NUMBERS
         fence.publish()
-        words[JOINED + self._slot] = epoch
+        words[JOINED + slot] = self._number
+
+    def _is_met(self, skip_to: int) -> bool:
+        """Whether the publisher says this to this reader, and to none that had the slot before (rule 4)."""
+        return bool((skip_to >> 1) % _NUMBERS == self._number % _NUMBERS)
 
     @property
     def slot(self) -> int:
@@ -260,32 +316,42 @@ class TopicReader(RingReader):
 
     def take(self) -> tuple[int, int, int, int, bytes, int, int] | None:
         """As RingReader.take. Raises ReaderDroppedError."""
-        skip_to = self._words[SKIP_TO + self._slot]
-        if skip_to != self._skip_to:
-            self._skip_to = skip_to
-            if skip_to & _DROPPED:
-                self._epoch += 1
-                self._words[JOINED + self._slot] = self._epoch
-                raise ReaderDroppedError(
-                    f"a reader of {self.name} did not keep up, and its publisher went on without it; messages are "
-                    "missing, and the next ones are the newest. Read faster, or give the publisher a larger ring_size, "
-                    "more patience, or policy='block'"
-                )
+        if self._is_dropped():
+            self._join()
+            raise ReaderDroppedError(
+                f"a reader of {self.name} did not keep up, and its publisher went on without it; messages are missing, "
+                "and the next ones are the newest. Read faster, or give the publisher a larger ring_size, more "
+                "patience, or policy='block'"
+            )
         return super().take()
 
+    def has_more(self) -> bool:
+        """As RingReader.has_more: it has something to say, too."""
+        return super().has_more() or self._is_dropped()
+
+    def _is_dropped(self) -> bool:
+        skip_to = self._words[SKIP_TO + self._slot]
+        return bool(skip_to & _DROPPED) and self._is_met(skip_to)
+
     def _admit(self, offset: int, state: int, expires: int) -> int:
-        if state != OFFERED or not self._claim(self._position) or self._expire(offset, expires):
+        if state != RETURNED and (state != OFFERED or not self._claim(self._position)):
             return -1
-        return PENDING
+        return -1 if self._expire(offset, expires) else PENDING
 
     def _claim(self, position: int) -> bool:
-        """Make the message at ``position`` this reader's (rule 3). False if it was skipped."""
+        """Make the message at ``position`` this reader's (rule 3). False if it was taken back."""
         words = self._words
         # That the message before was taken has to be seen before this.
         fence.publish()
         words[CLAIM + self._slot] = position
         fence.full()
-        return words[SKIP_TO + self._slot] & -ALIGN <= position
+        skip_to = words[SKIP_TO + self._slot]
+        if skip_to & -ALIGN <= position and self._is_met(skip_to):
+            return True
+        # The publisher may have left it to this reader, which has now given it back.
+        words[CLAIM + self._slot] = INVALID_POSITION
+        self._has_freed = True
+        return False
 
     def _count_expired(self) -> None:
         # Not in the ring, where other readers count too.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmq import ReaderDroppedError, Segment, SegmentLimitError, TopicReader, TopicWriter, claim_slot, layout
+from shmq import ReaderDroppedError, Segment, SegmentLimitError, TopicReader, TopicWriter, claim_slot, fence, layout
 from shmq.layout import CLAIM, FREE, HEADER_BYTES, OFFERED, RELEASE_BYTE, SLOTS, TOPIC_MAGIC
 from shmq.segment import names, unlink
 
@@ -165,9 +165,75 @@ def test_who_gets_the_slot_of_a_dead_reader_gets_none_of_its_messages(ring: Ring
     dead.segment.retire()
     heir = join()
     assert heir.slot == dead.slot
+    assert writer.readers() == [heir.slot]
     assert writer.unfinished() == 0
     post(writer, b"new")
     assert blobs(heir) == [b"new"]
+
+
+def while_joining(monkeypatch: pytest.MonkeyPatch, what: Callable[[], object]) -> None:
+    """Do something when the next reader has its slot and has not yet said so."""
+    join = TopicReader._join
+
+    def late(reader: TopicReader) -> None:
+        monkeypatch.undo()
+        what()
+        join(reader)
+
+    monkeypatch.setattr(TopicReader, "_join", late)
+
+
+def test_what_is_offered_to_a_dead_reader_while_its_slot_is_taken_over_is_for_nobody(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, join = ring
+    dead = join()
+    post(writer, b"a")
+    dead.segment.retire()
+    while_joining(monkeypatch, lambda: post(writer, b"b"))
+    heir = join()
+    assert heir.take() is None
+    post(writer, b"c")
+    assert blobs(heir) == [b"c"]
+    assert writer.unfinished() == 0
+
+
+def test_that_a_dead_reader_was_dropped_is_not_told_to_who_takes_over_its_slot(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, join = ring
+    dead = join()
+    post(writer, b"a")
+    dead.segment.retire()
+    while_joining(monkeypatch, lambda: writer.skip(dead.slot, drop=True))
+    heir = join()
+    assert heir.take() is None
+    post(writer, b"b")
+    assert blobs(heir) == [b"b"]
+
+
+def test_what_a_dead_reader_held_and_was_skipped_over_is_freed_by_who_gets_its_slot(ring: Ring) -> None:
+    writer, join = ring
+    dead = join()
+    post(writer, b"held", b"skipped")
+    assert dead.take() is not None
+    assert writer.skip(dead.slot) == 1
+    dead.segment.retire()
+    heir = join()
+    assert heir.slot == dead.slot
+    assert writer.readers() == [heir.slot]
+    assert writer.unfinished() == 0
+
+
+def test_a_reader_that_died_asleep_rings_no_bells_any_more(ring: Ring) -> None:
+    writer, join = ring
+    dead = join()
+    dead.sleep(5)
+    assert writer.asleep()
+    assert writer.readers() == [dead.slot]
+    dead.segment.retire()
+    assert writer.free_dead() == 1
+    assert not writer.asleep()
 
 
 def test_a_thousand_readers_may_come_and_go_while_the_publisher_does_nothing(ring: Ring) -> None:
@@ -241,6 +307,40 @@ def test_a_message_that_was_skipped_before_it_was_claimed_is_left_alone(ring: Ri
     assert release(writer, record.offset)[reader.slot] == OFFERED
 
 
+def test_a_message_that_is_skipped_and_claimed_at_once_is_freed_nevertheless(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, join = ring
+    reader = join()
+    post(writer, b"a")
+    full = fence.full
+
+    def skip_before() -> None:
+        monkeypatch.undo()
+        assert writer.skip(reader.slot) == 0
+        full()
+
+    # The reader has stored its claim, and not yet looked whether it was skipped.
+    monkeypatch.setattr(fence, "full", skip_before)
+    assert reader.take() is None
+    post(writer, b"b")
+    assert blobs(reader) == [b"b"]
+    assert writer.unfinished() == 0
+
+
+def test_a_drop_is_told_to_a_reader_that_has_nothing_else_to_take(ring: Ring) -> None:
+    writer, join = ring
+    reader = join()
+    post(writer, b"a")
+    assert blobs(reader) == [b"a"]
+    assert not reader.has_more()
+    writer.skip(reader.slot, drop=True)
+    assert reader.has_more()
+    with pytest.raises(ReaderDroppedError):
+        reader.take()
+    assert not reader.has_more()
+
+
 def test_a_dropped_reader_is_told_once_and_is_in_again_from_then_on(ring: Ring) -> None:
     writer, join = ring
     reader, other = join(), join()
@@ -274,7 +374,20 @@ def test_what_is_put_back_comes_again(ring: Ring) -> None:
     taken = reader.take()
     assert taken is not None
     reader.put_back(taken[0], taken[6])
+    assert writer.unfinished() == 1
     assert blobs(reader) == [b"x"]
+
+
+def test_what_was_put_back_is_not_skipped(ring: Ring) -> None:
+    writer, join = ring
+    reader = join()
+    post(writer, b"x", b"y")
+    taken = reader.take()
+    assert taken is not None
+    reader.put_back(taken[0], taken[6])
+    assert writer.skip(reader.slot) == 1
+    assert blobs(reader) == [b"x"]
+    assert writer.unfinished() == 0
 
 
 def test_a_message_whose_time_is_over_is_freed_for_each_reader(ring: Ring) -> None:
