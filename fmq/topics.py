@@ -106,7 +106,7 @@ class PublisherBase(ProducerBase):
 
     def _peer_is_alive(self) -> bool:
         self._writer.free_dead()
-        return bool(self._writer.readers())
+        return self._writer.has_readers()
 
     def _make_way(self, waited: float) -> bool:
         if self._policy == "block" or waited < self._patience:
