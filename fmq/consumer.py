@@ -260,9 +260,16 @@ class ConsumerBase:
         return messages
 
     def _defer(self, error: Exception) -> None:
+        # Its frames have the messages before it; and when it was raised, nothing of it may be left in a cycle.
+        error = error.with_traceback(None)
+
         def take() -> Message | None:
+            nonlocal error
             self._take_one = self._protocol.take
-            raise error
+            try:
+                raise error
+            finally:
+                del error
 
         self._take_one = take
 
@@ -397,7 +404,8 @@ class ConsumerBase:
                     "them, or detach() the messages, and close again"
                 )
             self._pump()
-            self._protocol.close(hand_back=hand_back)
+            for frame in self._protocol.close(hand_back=hand_back):
+                self._bell.send_to(*frame)
             self._refuse(ClosedError(f"this {self._noun} of {self._path} was closed; make another one"))
             self._bell.close()
             self._waiter.close(self._close_descriptors)

@@ -408,10 +408,11 @@ class ConsumerProtocol:
         for source in self._order:
             source.reader.abandon()
 
-    def close(self, *, hand_back: bool) -> None:
+    def close(self, *, hand_back: bool) -> list[tuple[bytes, bytes]]:
         """Let go of all rings; what was not released is the next consumer's. Raises ViewsHeldError while views live.
 
-        ``hand_back``: it is not to be held against those messages, as it would be if the consumer had died.
+        ``hand_back``: it is not to be held against those messages, as it would be if the consumer had died. Returns
+        (address, frame) pairs to send.
         """
         self.tidy()
         for source in list(self._order):
@@ -421,6 +422,7 @@ class ConsumerProtocol:
             self._turn = 0
             self._order.remove(source)
             del self._sources[source.reader.name]
+        return []
 
 
 def _records(source: Source, most: int = ALL) -> list[Record]:

@@ -6,7 +6,8 @@
        |  <------------------------------------ Join  |    by which slot it reads which ring; none of this one yet?
        |  Hello  ---------------------------------->  |    then it has to look for that
        |  Doorbell  ------------------------------->  |    only if the reader raised ``asleep``, once for each sleep
-       |  <----------------------------------- Space  |    only if the publisher raised ``wanted``, once for each wish
+       |  <----------------------------------- Space  |    only if the publisher raised ``wanted``, once for each wish;
+       |                                              |    and when the reader leaves
        |  Goodbye  -------------------------------->  |    the ring is drained and its name is gone
 
 The publisher binds, since there is one; a reader finds its ring as a consumer does, by looking (rule 4 there), and gets
@@ -20,7 +21,7 @@ from typing import Any
 from fmq import wire
 from fmq.errors import ProtocolError
 from fmq.protocol import ConsumerProtocol, ProducerProtocol, check_version
-from shmq import TopicReader, TopicWriter
+from shmq import TopicReader, TopicWriter, fence
 from shmq.layout import SLOTS
 
 
@@ -96,6 +97,11 @@ class SubscriberProtocol(ConsumerProtocol):
         """Whether a ring is attached of whose publisher nothing is known but that it lives."""
         return not all(source.orphan for source in self._order)
 
+    def close(self, *, hand_back: bool) -> list[tuple[bytes, bytes]]:
+        """As ConsumerProtocol.close. A publisher that waits for space learns that this reader is in the way no more."""
+        super().close(hand_back=hand_back)
+        return [(b"", wire.encode(wire.Space(0)))]
+
     def join(self) -> bytes:
         """The frame to begin with."""
         return wire.encode(wire.Join(wire.VERSION, "", -1))
@@ -107,4 +113,7 @@ class SubscriberProtocol(ConsumerProtocol):
             if source.address is None and isinstance(reader, TopicReader):
                 source.address = b""
                 frames.append((b"", wire.encode(wire.Join(wire.VERSION, reader.name, reader.slot))))
+        if frames:
+            # Who hears of a reader has to see that it joined.
+            fence.full()
         return frames

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import threading
 import time
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -237,6 +239,19 @@ def test_a_waiting_put_is_woken_by_the_last_release(place: Place, monkeypatch: p
     assert not put.is_alive()
 
 
+def test_a_waiting_put_is_woken_by_a_reader_that_leaves(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fmq.producer.RECHECK", 30.0)
+    publisher, subscriber = place.publisher(), place.subscriber()
+    publisher.wait_for_readers(1, timeout=5)
+    fill(publisher)
+    put = threading.Thread(target=publisher.put, args=(bytes(4000),), kwargs={"timeout": 20})
+    put.start()
+    eventually(lambda: publisher._writer.segment.words[67], "the put waits")
+    subscriber.close()
+    put.join(10)
+    assert not put.is_alive()
+
+
 def test_a_full_ring_names_the_process_that_is_slow(place: Place) -> None:
     publisher, slow = place.publisher(), place.subscriber()
     fill(publisher)
@@ -285,6 +300,45 @@ def test_a_reader_that_is_dropped_is_told_and_in_again(place: Place) -> None:
         slow.get(timeout=0)
     publisher.put("new")
     assert payloads(slow) == ["new"]
+
+
+def test_what_a_dropped_reader_holds_is_waited_for(place: Place) -> None:
+    publisher, slow = place.publisher(policy="drop", patience=0), place.subscriber()
+    publisher.put(b"held")
+    message = slow.get(timeout=5)
+    for _ in range(100):
+        publisher.put(bytes(4000), timeout=0)
+    assert publisher.readers == 0
+    with pytest.raises(QueueTimeoutError, match="1 messages are not yet done"):
+        publisher.flush(timeout=0.05)
+    message.release()
+    publisher.flush(timeout=5)
+
+
+def test_an_error_keeps_neither_the_messages_before_it_alive_nor_who_meets_it(place: Place) -> None:
+    publisher, subscriber = place.publisher(), place.subscriber()
+    publisher.put(ARRAY)
+
+    def fail() -> Any:
+        raise ReaderDroppedError("dropped")
+
+    def meet() -> weakref.ref[Any]:
+        array = ARRAY.copy()
+        with contextlib.suppress(ReaderDroppedError):
+            subscriber.get(timeout=0)
+        return weakref.ref(array)
+
+    takes = iter([subscriber._protocol.take, fail])
+    subscriber._take_one = lambda: next(takes)()
+    gc.disable()
+    try:
+        (message,) = subscriber.get_many(2, timeout=5)
+        kept = weakref.ref(message)
+        del message
+        assert kept() is None
+        assert meet()() is None
+    finally:
+        gc.enable()
 
 
 def test_patience_comes_before_a_reader_is_dropped(place: Place) -> None:
