@@ -18,15 +18,18 @@ import fmq.consumer
 import fmq.outgoing
 import fmq.producer
 import fmq.rings
+import fmq.topics
 import fmq.waiting
 import shmq.fence
 import shmq.orphans
 import shmq.reader
 import shmq.spill
+import shmq.topic
 import shmq.writer
-from fmq.paths import QueuePath
+from fmq.paths import QueuePath, TopicPath
 from shmq.layout import NEW_RECORD, RECORD, REFERENCE
 from tests.simulation.memory import Memory, Readonly, WordStruct
+from tests.simulation.topic_world import PublisherBell, SubscriberBell, TopicReader, TopicWriter
 from tests.simulation.world import (
     RECHECK,
     ConsumerBell,
@@ -46,6 +49,16 @@ _MISSING = object()
 
 class _Path(QueuePath):
     """The places of the simulated queue; there is no directory."""
+
+    def make_directory(self) -> None:
+        """Nothing to make."""
+
+    def tidy(self) -> None:
+        """Nothing to remove."""
+
+
+class _TopicPath(TopicPath):
+    """The same for the simulated topic."""
 
     def make_directory(self) -> None:
         """Nothing to make."""
@@ -106,11 +119,15 @@ def _token(nbytes: int) -> bytes:
 def _names() -> Iterator[tuple[ModuleType, str, Any]]:
     time = Time()
     path = _Path(QUEUE, "sim", "/nowhere")
+    topic_path = _TopicPath(QUEUE, "sim", "/nowhere")
     threading = SimpleNamespace(Lock=Lock)
     numpy = SimpleNamespace(frombuffer=_frombuffer, uint8=np.uint8, empty=np.empty)
 
     def find_path(*_: object) -> _Path:
         return path
+
+    def find_topic_path(*_: object) -> _TopicPath:
+        return topic_path
 
     def call(name: str) -> Any:
         def method(*args: Any) -> Any:
@@ -147,6 +164,15 @@ def _names() -> Iterator[tuple[ModuleType, str, Any]]:
     yield fmq.consumer, "QueueLock", QueueLock
     yield fmq.consumer, "os", SimpleNamespace(unlink=_no_file, sched_getaffinity=lambda _: (0, 1))
     yield fmq.consumer, "_TIDY_SECONDS", 1.0
+    yield fmq.topics, "TopicPath", find_topic_path
+    yield fmq.topics, "QueueLock", QueueLock
+    yield fmq.topics, "PublisherBell", PublisherBell
+    yield fmq.topics, "SubscriberBell", SubscriberBell
+    yield fmq.topics, "RECHECK", RECHECK
+    yield fmq.topics, "os", SimpleNamespace(unlink=_no_file)
+    yield fmq.rings, "TopicWriter", TopicWriter
+    yield fmq.rings, "TopicReader", TopicReader
+    yield shmq.topic, "os", SimpleNamespace(getpid=lambda: 1)
     yield fmq.waiting, "time", time
     yield fmq.waiting, "wait_readable", call("wait_readable")
     yield fmq.outgoing, "time", time
@@ -206,6 +232,7 @@ def configure(*, weak: bool, lap: int, tidy_seconds: float) -> None:
     shmq.reader.TOTAL_STORE_ORDER = shmq.writer.TOTAL_STORE_ORDER = not weak
     fmq.producer.LOCK_IS_FENCE = not weak
     fmq.rings.RingWriter = functools.partial(shmq.writer.RingWriter, lap=lap)  # type: ignore[assignment, misc]
+    fmq.rings.TopicWriter = functools.partial(TopicWriter, lap=lap)  # type: ignore[assignment, misc]
 
 
 def _unraisable(args: Any) -> None:

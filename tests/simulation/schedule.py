@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.simulation.world import Broken, Plan, Process, World, enter
 TRACED = 40
 """How many of its last steps a failure is shown with."""
 
-_QUANTA = (
+QUANTA = (
     (0, 0, 1, 1, 2, 3, 5, 8),
     (0, 1, 2, 5, 10, 20, 40, 80),
     (3, 10, 30, 60, 100, 200),
@@ -38,6 +39,9 @@ class Outcome:
     turns: int = 0
     folds: int = 0
     spills: int = 0
+    readers: int = 0
+    skips: int = 0
+    drops: int = 0
 
     def add(self, other: Outcome) -> None:
         """Count another outcome in."""
@@ -48,8 +52,9 @@ class Outcome:
 class Failure(Exception):  # noqa: N818  (it is the outcome of a schedule)
     """A schedule broke a promise. ``trace``: its last steps, if it was run with a trace."""
 
-    def __init__(self, seed: int, focus: str, cause: str, where: str, trace: list[str]) -> None:
-        super().__init__(seed, focus, cause, where, trace)
+    def __init__(self, seed: int, focus: str, cause: str, where: str, trace: list[str], option: str = "") -> None:
+        super().__init__(seed, focus, cause, where, trace, option)
+        self.option = option
         self.seed = seed
         self.focus = focus
         self.cause = cause
@@ -59,7 +64,7 @@ class Failure(Exception):  # noqa: N818  (it is the outcome of a schedule)
     def __str__(self) -> str:
         lines = [
             f"seed {self.seed}: {self.cause}",
-            f"replay with: python -m tests.simulation --seed {self.seed} --focus {self.focus} --replay",
+            f"replay with: python -m tests.simulation --seed {self.seed} --focus {self.focus} --replay{self.option}",
             *self.trace,
             *self.where.splitlines(),
         ]
@@ -146,7 +151,7 @@ def run(seed: int, *, focus: str | None = None, traced: bool = False) -> Outcome
     deadly = choose("deadly", (False, True))
     losing = choose("losing", (False, False, False, True))
     plan = Plan(
-        quanta=choose("quanta", _QUANTA),
+        quanta=choose("quanta", QUANTA),
         unrest=choose("unrest", (0.1, 0.3, 0.8)),
         stop=choose("stop", (0.0, 0.002, 0.05)),
         freeze=choose("freeze", (0.0, 0.1, 0.5)),
@@ -177,30 +182,43 @@ def run(seed: int, *, focus: str | None = None, traced: bool = False) -> Outcome
     if traced:
         world.trace = []
     oracle = Oracle()
+    judge(world, seed, focus, _Cast(world, oracle, traffic, producers).start, oracle.check_all_done)
+    outcome = Outcome(1, int(weak), world.steps, oracle.delivered, oracle.redelivered, world.kills, world.lost)
+    count_rings(world, layout.RING_MAGIC, outcome)
+    return outcome
+
+
+def judge(
+    world: World, seed: int, focus: str, start: Callable[[], None], check: Callable[[int], None], option: str = ""
+) -> None:
+    """Run a world in which ``start`` lets all begin, and judge with ``check`` what has become of it. Raises Failure."""
     failure = None
     enter(world)
     try:
-        _Cast(world, oracle, traffic, producers).start()
+        start()
         world.run()
-        oracle.check_all_done(world.now)
+        check(world.now)
         if world.segments:
             raise Broken(f"left behind: {', '.join(world.segments)}")
     except Exception as error:
         # Not raised from here: it would keep the frames, and all that lives in them.
         where = "".join(traceback.format_exception(error)[-4:])
-        failure = Failure(seed, focus, f"{type(error).__name__}: {error}", where, (world.trace or [])[-TRACED:])
+        trace = (world.trace or [])[-TRACED:]
+        failure = Failure(seed, focus, f"{type(error).__name__}: {error}", where, trace, option)
     finally:
         world.end()
         enter(None)
     if failure is not None:
         raise failure
-    outcome = Outcome(1, int(weak), world.steps, oracle.delivered, oracle.redelivered, world.kills, world.lost)
+
+
+def count_rings(world: World, magic: int, outcome: Outcome) -> None:
+    """Count in what the rings of a kind went through."""
     for shared in world.all_segments:
-        if shared.words[layout.MAGIC] == layout.RING_MAGIC:
+        if shared.words[layout.MAGIC] == magic:
             outcome.turns += shared.words[layout.TURNS]
             outcome.folds += shared.words[layout.FOLDS]
             outcome.spills += shared.words[layout.SPILLS]
-    return outcome
 
 
 class _Cast:

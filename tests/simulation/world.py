@@ -698,6 +698,13 @@ class World(Clock):
 
     # -- death --------------------------------------------------------------------------------------------------------
 
+    def force_recheck(self) -> None:
+        """From now on who is not woken looks by itself."""
+        self.faulty = True
+        for other in self.processes:
+            if other.waits and other.descriptors and other.deadline == math.inf:
+                other.deadline = self.now + RECHECK_S * 1e9
+
     def _kill_one(self, is_consumer: bool) -> None:
         victims = [process for process in self.processes if process.is_consumer == is_consumer]
         if victims:
@@ -706,11 +713,8 @@ class World(Clock):
     def kill(self, process: Process) -> None:
         """Let a process die between two of its steps. Its stores become visible before its locks are dropped."""
         self.kills += 1
-        self.faulty = True
         self._alone_since = self.now
-        for other in self.processes:
-            if other.waits and other.descriptors and other.deadline == math.inf:
-                other.deadline = self.now + RECHECK_S * 1e9
+        self.force_recheck()
         if self.trace is not None:
             self.trace.append(f"{process.name:10}  dies")
         process.flush()
