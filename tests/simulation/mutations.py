@@ -26,7 +26,7 @@ from tests.simulation import schedule
 @dataclass(frozen=True, slots=True)
 class Mutation:
     """``changes``: (class, method, what is there, what comes instead). ``weak``: needs the weak memory model, or the
-    other if False. ``focus``: see ``schedule.FOCUSES``.
+    other if False. ``focus``: see ``schedule.FOCUSES``. ``run``: what runs the schedule of a seed.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Mutation:
     changes: tuple[tuple[type, str, str, str], ...]
     weak: bool | None = None
     focus: str = "all"
+    run: Callable[..., schedule.Outcome] = schedule.run
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -42,7 +43,7 @@ class Mutation:
         try:
             for owner, name in real:
                 changes = [change[2:] for change in self.changes if change[:2] == (owner, name)]
-                setattr(owner, name, _rewritten(real[owner, name], changes))
+                setattr(owner, name, _rewritten(owner, real[owner, name], changes))
             yield
         finally:
             for (owner, name), function in real.items():
@@ -53,17 +54,19 @@ class Mutation:
         return (seed for seed in itertools.count() if self.weak in (None, schedule.is_weak(seed)))
 
 
-def _rewritten(function: Callable[..., Any], changes: list[tuple[str, str]]) -> Callable[..., Any]:
+def _rewritten(owner: type, function: Callable[..., Any], changes: list[tuple[str, str]]) -> Callable[..., Any]:
     source = textwrap.dedent(inspect.getsource(function))
     for old, new in changes:
         if source.count(old) != 1:
             raise AssertionError(f"{function.__qualname__} has {source.count(old)} times {old!r}, and not once")
         source = source.replace(old, new)
+    # Within another function, which knows the class that ``super()`` asks for.
+    source = f"def make(__class__):\n{textwrap.indent(source, '    ')}\n    return {function.__name__}"
     flags = __future__.annotations.compiler_flag
     code = compile(source, f"<mutated {function.__qualname__}>", "exec", flags, dont_inherit=True)
     namespace: dict[str, Any] = {}
     exec(code, function.__globals__, namespace)
-    mutated: Callable[..., Any] = namespace[function.__name__]
+    mutated: Callable[..., Any] = namespace["make"](owner)
     return mutated
 
 
@@ -368,7 +371,7 @@ def catch(mutation: Mutation, schedules: int) -> tuple[schedule.Failure | None, 
     with mutation.applied():
         for count, seed in enumerate(mutation.seeds(), 1):
             try:
-                schedule.run(seed, focus=mutation.focus)
+                mutation.run(seed, focus=mutation.focus)
             except schedule.Failure as failure:
                 return failure.with_traceback(None), count
             if count == schedules:

@@ -140,7 +140,8 @@ class TopicWorld(World):
         """As of the real one."""
         self.step()
         segment.process.fence()
-        segment.shared.slots.pop(slot, None)
+        if segment.shared.slots.get(slot) is segment:
+            del segment.shared.slots[slot]
 
     def unclaim_all(self, segment: Segment) -> None:
         """As the kernel does when a descriptor is closed."""
