@@ -44,9 +44,11 @@ class PublisherProtocol(ProducerProtocol):
             if frame.ring != self.writer.segment.name:
                 self._answers.append((address, self.hello()))
             elif 0 <= frame.slot < SLOTS:
-                self._addresses[frame.slot] = address
-                # Whatever was rung there was for another.
-                self._rings.pop(frame.slot, None)
+                # Else it is late, from a reader that is gone: the one that has the slot now lives elsewhere.
+                if self.writer.has_joined(frame.slot, frame.number):
+                    self._addresses[frame.slot] = address
+                    # Whatever was rung there was for another.
+                    self._rings.pop(frame.slot, None)
             else:
                 raise ProtocolError(f"a topic has {SLOTS} reader slots, and none of number {frame.slot}")
         elif not isinstance(frame, wire.Space):
@@ -104,7 +106,7 @@ class SubscriberProtocol(ConsumerProtocol):
 
     def join(self) -> bytes:
         """The frame to begin with."""
-        return wire.encode(wire.Join(wire.VERSION, "", -1))
+        return wire.encode(wire.Join(wire.VERSION, "", -1, 0))
 
     def _joins(self) -> list[tuple[bytes, bytes]]:
         frames = []
@@ -112,7 +114,8 @@ class SubscriberProtocol(ConsumerProtocol):
             reader = source.reader
             if source.address is None and isinstance(reader, TopicReader):
                 source.address = b""
-                frames.append((b"", wire.encode(wire.Join(wire.VERSION, reader.name, reader.slot))))
+                join = wire.Join(wire.VERSION, reader.name, reader.slot, reader.number)
+                frames.append((b"", wire.encode(join)))
         if frames:
             # Who hears of a reader has to see that it joined.
             fence.full()

@@ -44,11 +44,15 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Reader of a topic to its publisher: the ring it reads, and by which slot; "" and -1 if it has none yet."""
+    """Reader of a topic to its publisher: the ring it reads, by which slot, and the number by which it joined there.
+
+    Without a ring yet these are "", -1 and 0.
+    """
 
     version: int
     ring: str
     slot: int
+    number: int
 
 
 Frame = Hello | Welcome | Doorbell | Space | Goodbye | Join

@@ -89,6 +89,10 @@ class TopicWriter(RingWriter):
         """Whether there are readers, those that are dropped included: they may hold messages."""
         return self._joined != _NOBODY
 
+    def has_joined(self, slot: int, number: int) -> bool:
+        """Whether the reader that has a slot now is the one that joined by this number, if only at first."""
+        return bool(self._words[JOINED + slot] // _NUMBERS == number // _NUMBERS)
+
     def pid(self, slot: int) -> int:
         """The process of a reader."""
         return self._words[SLOT_PID + slot]
@@ -311,8 +315,13 @@ class TopicReader(RingReader):
 
     @property
     def slot(self) -> int:
-        """The number of this reader."""
+        """The number of this reader's slot."""
         return self._slot
+
+    @property
+    def number(self) -> int:
+        """The number by which it joined."""
+        return self._number
 
     def take(self) -> tuple[int, int, int, int, bytes, int, int] | None:
         """As RingReader.take. Raises ReaderDroppedError."""

@@ -27,6 +27,7 @@ from fmq import (
     SegmentLimitError,
     Subscriber,
     ViewsHeldError,
+    wire,
 )
 from fmq.paths import TopicPath
 from shmq.layout import SLOTS
@@ -222,6 +223,23 @@ def test_a_sleeping_reader_is_woken_by_the_next_message(place: Place, monkeypatc
         eventually(lambda number=number: got.count(number) == 2, "both readers have it")
     for thread in threads:
         thread.join()
+
+
+def test_a_join_that_comes_late_does_not_divert_the_doorbells_of_who_has_the_slot_now(place: Place) -> None:
+    publisher, gone = place.publisher(), place.subscriber()
+    joins = [source.reader for source in gone._protocol._order]
+    late = [wire.encode(wire.Join(wire.VERSION, publisher.ring, reader.slot, reader.number)) for reader in joins]
+    gone.close()
+    subscriber = place.subscriber()
+    (reader,) = (source.reader for source in subscriber._protocol._order)
+    assert reader.slot == 0
+    protocol = publisher._protocol
+    protocol.receive((b"new", wire.encode(wire.Join(wire.VERSION, publisher.ring, 0, reader.number))))
+    protocol.receive((b"gone", late[0]))
+    reader.sleep(1)
+    publisher._writer.post(b"x", 0, 0)
+    (frames,) = protocol.frames()
+    assert [address for address, _ in frames] == [b"new"]
 
 
 def test_a_waiting_put_is_woken_by_the_last_release(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
