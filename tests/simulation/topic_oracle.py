@@ -180,7 +180,7 @@ class TopicOracle(Oracle):
         One that is ``asleep`` need not know that it was dropped: the next message wakes it.
         """
         for name, share in life.shares.items():
-            if asleep and share.dropped:
+            if name not in self.rings or (asleep and share.dropped):
                 continue
             end = len(share.offered)
             while end and not share.offered[end - 1].returned:

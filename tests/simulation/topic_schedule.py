@@ -170,6 +170,7 @@ class _Cast:
     def check(self, now: int) -> None:
         """What the last ones to die left behind is there to be collected, and nothing else."""
         if self._world.kills:
+            self._world.plan.kills.clear()
             self._world.processes.append(Process(self._world, "sweeper", _sweep, is_consumer=False))
             self._world.run()
 

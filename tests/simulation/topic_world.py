@@ -93,6 +93,7 @@ class TopicWorld(World):
         except ProtocolError:
             return
         if isinstance(frame, wire.Join) and frame.slot >= 0:
+            # Whether the publisher heeds it or not.
             for bell in self.producer_bells:
                 if bell.address == address and isinstance(bell, SubscriberBell):
                     self._known.add((bell.process, frame.ring))
