@@ -44,6 +44,7 @@ class PublisherProtocol(ProducerProtocol):
             if frame.ring != self.writer.segment.name:
                 self._answers.append((address, self.hello()))
             elif 0 <= frame.slot < SLOTS:
+                fence.observe()
                 # Else it is late, from a reader that is gone: the one that has the slot now lives elsewhere.
                 if self.writer.has_joined(frame.slot, frame.number):
                     self._addresses[frame.slot] = address
