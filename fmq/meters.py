@@ -302,11 +302,11 @@ class MeteredConsumerProtocol(ConsumerProtocol):
         self._harvest(source)
         super()._forget(source)
 
-    def close(self, *, hand_back: bool) -> None:
+    def close(self, *, hand_back: bool) -> list[tuple[bytes, bytes]]:
         """As ConsumerProtocol.close."""
         for source in self._order:
             self._harvest(source)
-        super().close(hand_back=hand_back)
+        return super().close(hand_back=hand_back)
 
     def reading(self) -> Reading:
         """What was counted so far; after ``close``, in all."""

@@ -71,8 +71,7 @@ class QueuePath:
         """Make the namespace's directory, for this user alone. Raises FmqError if others could write there."""
         for directory in (self._runtime, self.directory):
             try:
-                with contextlib.suppress(FileExistsError):
-                    os.makedirs(directory, mode=0o700)
+                _make_directory(directory)
             except OSError as error:
                 raise FmqError(
                     f"{directory}, for the sockets of queues, can't be made: {error}; set FMQ_RUNTIME_DIR to a "
@@ -235,6 +234,18 @@ def _check_name(kind: str, name: str) -> str:
             "one of the last two"
         )
     return name
+
+
+def _make_directory(directory: str) -> None:
+    for last in (False, False, True):
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(directory, mode=0o700)
+            return
+        except FileNotFoundError:
+            # Somebody who left has removed the one above meanwhile, for it was empty.
+            if last:
+                raise
 
 
 def _same_file(fd: int, path: str) -> bool:

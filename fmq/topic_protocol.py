@@ -33,6 +33,7 @@ class PublisherProtocol(ProducerProtocol):
     def __init__(self, writer: TopicWriter) -> None:
         super().__init__(writer)
         self._addresses: dict[int, bytes] = {}
+        self._numbers: dict[int, int] = {}
         self._rings: dict[int, tuple[int, int]] = {}
         self._answers: list[tuple[bytes, bytes]] = []
 
@@ -48,12 +49,18 @@ class PublisherProtocol(ProducerProtocol):
                 # Else it is late, from a reader that is gone: the one that has the slot now lives elsewhere.
                 if self.writer.has_joined(frame.slot, frame.number):
                     self._addresses[frame.slot] = address
+                    self._numbers[frame.slot] = frame.number
                     # Whatever was rung there was for another.
                     self._rings.pop(frame.slot, None)
             else:
                 raise ProtocolError(f"a topic has {SLOTS} reader slots, and none of number {frame.slot}")
         elif not isinstance(frame, wire.Space):
             raise ProtocolError(f"a reader does not send {type(frame).__name__}")
+
+    def met(self) -> int:
+        """How many readers there are that can be woken: that joined, and whose Join has come."""
+        writer = self.writer
+        return sum(writer.has_joined(slot, self._numbers.get(slot, -1)) for slot in writer.readers())
 
     def frames(self) -> list[Any]:
         """What the bell is to send now: Hello to readers that have no ring, a Doorbell to those that sleep."""

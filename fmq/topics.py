@@ -48,6 +48,7 @@ class PublisherBase(ProducerBase):
     _noun = "publisher"
     _heirs = "its readers"
     _writer: TopicWriter
+    _protocol: PublisherProtocol
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class PublisherBase(ProducerBase):
         return bool(slow)
 
     def _met(self, count: int) -> Steps[bool]:
-        return (yield from self._until(lambda: len(self._writer.readers()) >= count or None))
+        return (yield from self._until(lambda: self._protocol.met() >= count or None))
 
     def _slow(self) -> str:
         with self._lock:

@@ -38,7 +38,19 @@ Store = tuple["Shared", int, bytes]
 class Shared:
     """The bytes of one segment, as visible to all. ``history`` is kept in the weak model only."""
 
-    __slots__ = ("address", "history", "linked", "name", "number", "owner", "raw", "records", "released", "slots", "words")
+    __slots__ = (
+        "address",
+        "history",
+        "linked",
+        "name",
+        "number",
+        "owner",
+        "raw",
+        "records",
+        "released",
+        "slots",
+        "words",
+    )
 
     def __init__(self, name: str, number: int, nbytes: int) -> None:
         self.name = name

@@ -186,7 +186,9 @@ class TopicOracle(Oracle):
             while end and not share.offered[end - 1].returned:
                 end -= 1
             try:
-                self._explain(life, share, end, f"the last message of publisher {self.rings[name].producer} was put, and")
+                self._explain(
+                    life, share, end, f"the last message of publisher {self.rings[name].producer} was put, and"
+                )
             except Broken as broken:
                 return f"reader {life.number} is not done: {broken}"
         return ""

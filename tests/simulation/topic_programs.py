@@ -85,9 +85,7 @@ class SubscriberProgram(ConsumerProgram):
 
     _traffic: TopicTraffic
 
-    def __init__(
-        self, world: TopicWorld, oracle: TopicOracle, traffic: TopicTraffic, left: Callable[[], None]
-    ) -> None:
+    def __init__(self, world: TopicWorld, oracle: TopicOracle, traffic: TopicTraffic, left: Callable[[], None]) -> None:
         super().__init__(world, oracle, traffic)
         self._topic_oracle = oracle
         self._topic_life = TopicLife(len(oracle.lives) - 1)

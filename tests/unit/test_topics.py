@@ -280,7 +280,7 @@ def test_a_full_ring_names_the_process_that_is_slow(place: Place) -> None:
 
 def test_waiting_for_readers_ends_at_the_timeout(place: Place) -> None:
     publisher, subscriber = place.publisher(), place.subscriber()
-    publisher.wait_for_readers(1, timeout=0)
+    publisher.wait_for_readers(1, timeout=5)
     with pytest.raises(QueueTimeoutError, match="has 1 readers, and no more came"):
         publisher.wait_for_readers(2, timeout=0.05)
     del subscriber
