@@ -18,6 +18,7 @@ import functools
 import operator
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -264,8 +265,30 @@ class MeteredTopicReader(MeteredReader, TopicReader):
         return 0, self.expired, 0
 
 
+class ConsumerMeter:
+    """What one consumer has counted. Knows its protocol by a weak reference only, for that knows the consumer."""
+
+    def __init__(self, path: QueuePath, protocol: MeteredConsumerProtocol) -> None:
+        self.path = path
+        self.latency = Tally(LATENCY_MS)
+        self._protocol = weakref.ref(protocol)
+        self._totals: tuple[int, ...] = (0, 0, 0, 0, 0)
+
+    def add(self, harvest: tuple[int, ...]) -> None:
+        """Add what a reader has harvested."""
+        self._totals = tuple(map(operator.add, self._totals, harvest))
+
+    def reading(self) -> Reading:
+        """What was counted so far; after the protocol was closed, in all."""
+        protocol = self._protocol()
+        if protocol is not None:
+            protocol.harvest()
+        names = ("recv", "bytes_recv", "redeliveries", "expired", "set_aside")
+        return Reading(dict(zip(names, self._totals, strict=True)), {"latency": self.latency.reading()})
+
+
 class MeteredConsumerProtocol(ConsumerProtocol):
-    """A ConsumerProtocol that counts what it takes from the rings of the queue at ``path``."""
+    """A ConsumerProtocol whose ``meter`` counts what it takes from the rings of the queue at ``path``."""
 
     _reader: type[MeteredReader] = MeteredReader
 
@@ -280,11 +303,9 @@ class MeteredConsumerProtocol(ConsumerProtocol):
         set_aside: Callable[[Source, Record], None],
         turn: Callable[[], int],
     ) -> None:
-        self._latency = Tally(LATENCY_MS)
-        rings.reader = functools.partial(self._reader, self._latency)
+        self.meter = ConsumerMeter(path, self)
+        rings.reader = functools.partial(self._reader, self.meter.latency)
         super().__init__(rings, epoch, decode, released, report, set_aside, self._noticed(turn))
-        self.path = path
-        self._totals: tuple[int, ...] = (0, 0, 0, 0, 0)
 
     def _noticed(self, turn: Callable[[], int]) -> Callable[[], int]:
         def noticed() -> int:
@@ -294,26 +315,19 @@ class MeteredConsumerProtocol(ConsumerProtocol):
 
         return noticed
 
-    def _harvest(self, source: Source) -> None:
-        harvest = source.reader.harvest()  # type: ignore[attr-defined]
-        self._totals = tuple(map(operator.add, self._totals, harvest))
-
     def _forget(self, source: Source) -> None:
-        self._harvest(source)
+        self.meter.add(source.reader.harvest())  # type: ignore[attr-defined]
         super()._forget(source)
+
+    def harvest(self) -> None:
+        """Add to ``meter`` what happened since the last harvest."""
+        for source in self._order:
+            self.meter.add(source.reader.harvest())  # type: ignore[attr-defined]
 
     def close(self, *, hand_back: bool) -> list[tuple[bytes, bytes]]:
         """As ConsumerProtocol.close."""
-        for source in self._order:
-            self._harvest(source)
+        self.harvest()
         return super().close(hand_back=hand_back)
-
-    def reading(self) -> Reading:
-        """What was counted so far; after ``close``, in all."""
-        for source in self._order:
-            self._harvest(source)
-        names = ("recv", "bytes_recv", "redeliveries", "expired", "set_aside")
-        return Reading(counts=dict(zip(names, self._totals, strict=True)), tallies={"latency": self._latency.reading()})
 
 
 class MeteredSubscriberProtocol(MeteredConsumerProtocol, SubscriberProtocol):

@@ -30,7 +30,15 @@ from prometheus_client.multiprocess import mark_process_dead
 from prometheus_client.registry import Collector
 
 from fmq.lifetime import Closable
-from fmq.meters import LATENCY_MS, METERED, WAIT_SECONDS, MeteredConsumerProtocol, ProducerMeter, Reading
+from fmq.meters import (
+    LATENCY_MS,
+    METERED,
+    WAIT_SECONDS,
+    ConsumerMeter,
+    MeteredConsumerProtocol,
+    ProducerMeter,
+    Reading,
+)
 from fmq.paths import QueuePath
 from fmq.protocol import ConsumerProtocol
 from shmq import RingWriter
@@ -67,7 +75,7 @@ _GAUGES = {
 _BY_ADDRESS = {"send", "send_failed", "bytes_send", "recv", "bytes_recv", "latency"}
 """What has the label ``address``, as FastDeploy has it; the others have ``queue`` and ``namespace``."""
 
-_Meter: TypeAlias = ProducerMeter | MeteredConsumerProtocol
+_Meter: TypeAlias = ProducerMeter | ConsumerMeter
 
 
 @dataclasses.dataclass(slots=True)
@@ -120,7 +128,7 @@ class QueueMetrics:
     def attach(self, owner: Closable, protocol: ConsumerProtocol, lock: threading.Lock) -> None:
         """Read from now on what a consumer counts under its lock."""
         assert isinstance(protocol, MeteredConsumerProtocol)
-        self._exporter.attach(_Attached(owner, protocol, lock))
+        self._exporter.attach(_Attached(owner, protocol.meter, lock))
 
 
 def forget_dead_processes(path: str | None = None) -> None:
@@ -157,12 +165,15 @@ class _Attached:
         self.lock = lock
         self.counts: dict[str, float] = {}
         self.tallies: dict[str, tuple[list[int], float]] = {}
+        self._is_gone = False
 
     def read(self) -> tuple[Reading, bool]:
         """The reading, and whether it is the last one: the owner was closed, or is gone."""
         # Kept alive while its lock is held: its finalizer would want the lock, on this very thread perhaps.
         owner = self.owner()
-        last = owner is None or owner.closed
+        # Once more after it was found to be gone: another thread may be about to finalize it.
+        last = self._is_gone if owner is None else owner.closed
+        self._is_gone = owner is None
         with self.lock:
             return self.meter.reading(), last
 
