@@ -40,5 +40,5 @@ class Chaos:
         self._at += float(generator.exponential(plan.chaos_interval))
         action = plan.chaos[int(generator.integers(len(plan.chaos)))] if plan.chaos else ""
         role = "producer" if action.endswith("-producer") or action == "full-shm" else "consumer"
-        slot = int(generator.integers(plan.producers if role == "producer" else plan.consumers))
+        slot = int(generator.integers(plan.producers if role == "producer" else plan.takers))
         return Misfortune(action, role, slot, float(generator.uniform(0.05, 0.8)))

@@ -14,6 +14,7 @@ import typer
 from fmq.stress.launcher import LauncherGoneError
 from fmq.stress.plan import (
     ACTIONS,
+    POLICIES,
     PRESETS,
     SIZES_HELP,
     TRANSFERS,
@@ -39,6 +40,12 @@ def stress(
     seed: Annotated[int | None, typer.Option(help="What sizes, contents, holds and chaos follow from.")] = None,
     producers: Annotated[int | None, typer.Option(help="How many producers.")] = None,
     consumers: Annotated[int | None, typer.Option(help="How many consumers, each with a queue of its own.")] = None,
+    readers: Annotated[
+        int | None, typer.Option(help="A topic instead of queues: one publisher, and so many readers.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help=f"What the topic does about slow readers: {', '.join(POLICIES)}.")
+    ] = None,
     sizes: Annotated[str | None, typer.Option(help=f"Payload sizes: {SIZES_HELP}.")] = None,
     rate: Annotated[float | None, typer.Option(help="Messages a second of each producer; without, all it can.")] = None,
     ring: Annotated[str | None, typer.Option(help="Size of each producer's ring, as 64MiB.")] = None,
@@ -71,6 +78,7 @@ def stress(
         "messages": messages,
         "producers": producers,
         "consumers": consumers,
+        "policy": policy,
         "rate": rate,
         "transfer": transfer,
         "asyncio": use_asyncio,
@@ -88,6 +96,7 @@ def stress(
         plan = _plan(
             preset,
             {name: value for name, value in values.items() if value is not None},
+            readers,
             duration,
             {
                 "sizes": (sizes, Sizes.parse),
@@ -107,7 +116,9 @@ def stress(
     raise typer.Exit(GOOD if good else FAILED)
 
 
-def _plan(preset: str, values: dict[str, Any], duration: str | None, texts: dict[str, Any]) -> Plan:
+def _plan(
+    preset: str, values: dict[str, Any], readers: int | None, duration: str | None, texts: dict[str, Any]
+) -> Plan:
     if preset not in PRESETS:
         raise PlanError(f"there is no preset {preset!r}; there are {', '.join(PRESETS)}")
     for name, (text, parse) in texts.items():
@@ -117,7 +128,8 @@ def _plan(preset: str, values: dict[str, Any], duration: str | None, texts: dict
         values["duration"] = _seconds(duration)
     elif "messages" in values or "kills" in values:
         values["duration"] = None
-    return msgspec.structs.replace(PRESETS[preset], **values)
+    usual = PRESETS[preset] if readers is None else PRESETS[preset].of_topic(readers)
+    return msgspec.structs.replace(usual, **values)
 
 
 def _seconds(text: str) -> float | None:

@@ -1,4 +1,4 @@
-"""The consumer of a run."""
+"""The consumer of a run, and the reader of a topic."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fmq import AsyncConsumer, Consumer, CorruptRecordError, DecodeError, Message, QueueEmptyError, SetAside
+from fmq import (
+    AsyncConsumer,
+    AsyncSubscriber,
+    Consumer,
+    CorruptRecordError,
+    DecodeError,
+    Message,
+    QueueEmptyError,
+    ReaderDroppedError,
+    SetAside,
+    Subscriber,
+)
 from fmq.stress.faults import Saboteur
 from fmq.stress.fronts import BlockingConsumer, ConsumerFront, drive
-from fmq.stress.journal import ASIDE, DELIVERED, REDELIVERED, RELEASED, Board, Cell
+from fmq.stress.journal import ASIDE, DELIVERED, DROPPED, REDELIVERED, RELEASED, Board, Cell
 from fmq.stress.load import Content, WrongContentError, open_payload
 from fmq.stress.notes import NoteWriter
 from fmq.stress.place import Place
@@ -64,6 +75,9 @@ class ConsumerWorker(Worker):
                 message = await self._consumer.get(timeout=timeout)
             except QueueEmptyError:
                 continue
+            except ReaderDroppedError:
+                self._add(DROPPED, 0, 0, 0, 0, 0, time.monotonic_ns(), 0)
+                continue
             except (CorruptRecordError, DecodeError) as error:
                 self.notes.violation("content", f"get raised {type(error).__name__}: {error}")
                 continue
@@ -74,16 +88,17 @@ class ConsumerWorker(Worker):
         await self._leave()
 
     def _open(self) -> ConsumerFront:
-        queue = self.place.queue(self.slot)
-        options: dict[str, Any] = {
+        options = self._options() | {"max_deliveries": self.plan.max_deliveries, "on_set_aside": self._put_aside}
+        if self.plan.asyncio:
+            return AsyncConsumer(**options)
+        return BlockingConsumer(Consumer(**options))
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            self.place.kind: self.place.queue(self.slot),
             "namespace": self.place.namespace,
             "runtime_dir": self.place.runtime,
-            "max_deliveries": self.plan.max_deliveries,
-            "on_set_aside": self._put_aside,
         }
-        if self.plan.asyncio:
-            return AsyncConsumer(queue, **options)
-        return BlockingConsumer(Consumer(queue, **options))
 
     def _deliver(self, message: Message) -> None:
         taken = time.monotonic_ns()
@@ -100,12 +115,12 @@ class ConsumerWorker(Worker):
         if self._hold_until > taken:
             hold = self._hold_until - taken
         if self._saboteur is not None:
-            hold = self._saboteur.before(body, hold)
+            hold = self._saboteur.before(message, body, hold)
         self._check("content", "arrived wrong", producer, number, body)
         if hold:
             heapq.heappush(self._held, (taken + hold, self._count, message, body, producer, life, number))
             if self._saboteur is not None:
-                self._saboteur.after(body)
+                self._saboteur.after(message, body)
             return
         del body
         message.release()
@@ -162,3 +177,11 @@ class ConsumerWorker(Worker):
         self._held.clear()
         gc.collect()
         drive(self._consumer.get(timeout=0))
+
+
+class ReaderWorker(ConsumerWorker):
+    """Does the same with those of a topic."""
+
+    def _open(self) -> ConsumerFront:
+        options = self._options()
+        return AsyncSubscriber(**options) if self.plan.asyncio else BlockingConsumer(Subscriber(**options))

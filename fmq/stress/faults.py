@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from fmq import AsyncPublisher, Message, Publisher
 from fmq.stress.journal import DELIVERED
+from shmq.layout import FREE
 from shmq.segment import Segment
 
 _AT = 100
 """The fault is committed with this message of the consumer (or, where that one is too small, one soon after)."""
-_HOLD_NS = 2_000_000
+_HOLD_NS = {"reuse": 2_000_000, "free": 500_000_000}
+"""How long the message is held at least; the second has to be written over meanwhile."""
+WITHHELD = 100
+"""The message that a reader is not offered."""
 _LEAK_BYTES = 64 * 1024
 _LEAKS = 1024
 _LEAK_AFTER = 2.5
@@ -64,14 +70,15 @@ class Saboteur:
 
         return commit
 
-    def before(self, body: Any, hold: int) -> int:
+    def before(self, message: Message, body: Any, hold: int) -> int:
         """Called with a message before it is checked; returns how long to hold it (ns)."""
         if not self._due:
             return hold
         if self._fault == "flip":
             _flip(body)
-        elif self._fault == "reuse":
-            return max(hold, _HOLD_NS)
+        elif self._fault in _HOLD_NS:
+            # Of a message without arrays the body is a copy.
+            return hold if message._lease is None else max(hold, _HOLD_NS[self._fault])
         elif self._fault == "memory":
             if time.monotonic() - self._began > _LEAK_AFTER:
                 self._kept.append(os.urandom(_LEAK_BYTES))
@@ -80,11 +87,17 @@ class Saboteur:
         self._due = False
         return hold
 
-    def after(self, body: Any) -> None:
+    def after(self, message: Message, body: Any) -> None:
         """Called with a message that is held from now on."""
-        if self._due and self._fault == "reuse":
+        if not self._due or message._lease is None:
+            return
+        if self._fault == "reuse":
             self._due = False
             _flip(body)
+        elif self._fault == "free":
+            self._due = False
+            message._source.reader.free(message._offset)
+            message._offset = -1
 
     def leave(self) -> None:
         """Called when the consumer is closed."""
@@ -96,6 +109,18 @@ class Saboteur:
             os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
         elif self._fault == "descriptor":
             os.open("/dev/null", os.O_RDONLY)
+
+
+@contextlib.contextmanager
+def withheld(publisher: Publisher | AsyncPublisher) -> Iterator[None]:
+    """What is put within is not offered to the reader of the first slot."""
+    writer = publisher._writer
+    offers = writer._offers
+    writer._offers = bytes([FREE]) + offers[1:]
+    try:
+        yield
+    finally:
+        writer._offers = offers
 
 
 def _flip(body: Any) -> None:

@@ -15,17 +15,18 @@ import signal
 import sys
 from multiprocessing.connection import Connection, wait
 
-from fmq.stress.consuming import ConsumerWorker
+from fmq.stress.consuming import ConsumerWorker, ReaderWorker
 from fmq.stress.journal import Board
 from fmq.stress.launcher import ENDED, LEAVE, READY, SPAWN, SPAWNED, Key
 from fmq.stress.load import Content
 from fmq.stress.notes import NoteWriter
 from fmq.stress.place import Place, remove_all
 from fmq.stress.plan import Plan
-from fmq.stress.producing import ProducerWorker
+from fmq.stress.producing import ProducerWorker, PublisherWorker
 from fmq.stress.worker import Worker, live
 
-ROLES: dict[str, type[Worker]] = {"producer": ProducerWorker, "consumer": ConsumerWorker}
+QUEUE: dict[str, type[Worker]] = {"producer": ProducerWorker, "consumer": ConsumerWorker}
+TOPIC: dict[str, type[Worker]] = {"producer": PublisherWorker, "consumer": ReaderWorker}
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -40,7 +41,7 @@ class ForkServer:
         place: Place
         plan, place = connection.recv()
         self._plan, self._place = plan, place
-        self._board = Board(board_fd, self._plan.producers, self._plan.consumers)
+        self._board = Board(board_fd, self._plan.producers, self._plan.takers)
         self._notes = NoteWriter(notes_fd)
         self._content = Content(self._plan)
         self._pids: dict[int, Key] = {}
@@ -94,7 +95,8 @@ class ForkServer:
         os.close(self._wakeups)
         os.close(self._wakeup)
         role, slot = key
-        worker = ROLES[role](self._plan, self._place, self._content, self._board, self._notes, slot)
+        roles = TOPIC if self._plan.readers else QUEUE
+        worker = roles[role](self._plan, self._place, self._content, self._board, self._notes, slot)
         return live(worker, self._place)
 
     def _reap(self) -> None:

@@ -1,4 +1,7 @@
-"""Producers and consumers with one face, blocking or asyncio: what is awaited from a blocking one never suspends."""
+"""Producers and consumers with one face, blocking or asyncio: what is awaited from a blocking one never suspends.
+
+A publisher is a producer here, and a subscriber a consumer.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
-from fmq import Consumer, Message, Producer, SetAside
+from fmq import Consumer, Message, Producer, Publisher, SetAside
 
 T = TypeVar("T")
 
@@ -20,6 +23,12 @@ class ProducerFront(Protocol):
     async def put(self, obj: Any, *, timeout: float | None, ttl: float | None) -> int: ...
     async def empty(self, shape: int, *, timeout: float | None) -> NDArray[Any]: ...
     async def close(self, *, timeout: float | None) -> None: ...
+
+
+class PublisherFront(ProducerFront, Protocol):
+    """What of AsyncPublisher a worker uses."""
+
+    async def wait_for_readers(self, count: int, *, timeout: float | None) -> None: ...
 
 
 class ConsumerFront(Protocol):
@@ -48,6 +57,17 @@ class BlockingProducer:
 
     async def close(self, *, timeout: float | None) -> None:
         self._producer.close(timeout=timeout)
+
+
+class BlockingPublisher(BlockingProducer):
+    """A Publisher that can be awaited, and never suspends."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        super().__init__(publisher)
+        self._publisher = publisher
+
+    async def wait_for_readers(self, count: int, *, timeout: float | None) -> None:
+        self._publisher.wait_for_readers(count, timeout=timeout)
 
 
 class BlockingConsumer:

@@ -85,6 +85,13 @@ class RingGauge:
         behind = (self[layout.HEAD] // layout.ALIGN - (tail >> 30)) % (1 << 34) * layout.ALIGN
         return min(1.0, behind / self._size)
 
+    def readers(self) -> list[int]:
+        """The processes of a topic's readers that have joined, some of which may be gone."""
+        joined, pids = (
+            struct.unpack_from(f"@{layout.SLOTS}Q", self._memory, 8 * word) for word in (layout.JOINED, layout.SLOT_PID)
+        )
+        return [pid for number, pid in zip(joined, pids, strict=True) if number]
+
     def close(self) -> None:
         """Let go of the ring."""
         self._memory.close()

@@ -25,6 +25,8 @@ RELEASED = 2
 """A message was given back."""
 ASIDE = 3
 """A message was set aside: ``number`` is its sequence, ``nbytes`` its ring."""
+DROPPED = 4
+"""The publisher of the topic went on without this reader, which was told so."""
 
 REDELIVERED = 1
 

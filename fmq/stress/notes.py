@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TypeAlias
 
@@ -47,6 +48,19 @@ class NoteWriter:
         line = self._encode(note) + b"\n"
         if len(line) <= _LINE_BYTES:
             os.write(self._fd, line)
+
+
+class NoteHandler(logging.Handler):
+    """Makes remarks of what the queue logs, so that it comes between the events and not across what is shown."""
+
+    def __init__(self, notes: NoteWriter, who: str) -> None:
+        super().__init__(logging.WARNING)
+        self._notes = notes
+        self._who = who
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by the logger."""
+        self._notes.remark(f"{self._who}: {self.format(record)}")
 
 
 class NoteReader:

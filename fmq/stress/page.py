@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from fmq.stress.gauges import Histogram, Sample, thinned
 from fmq.stress.plan import MIB
-from fmq.stress.report import COLUMNS, duration, headlines, machine, rows, states, verdict
+from fmq.stress.report import columns, duration, headlines, machine, rows, states, verdict
 from fmq.stress.result import Event, Result
 
 INK, GRID = "#1f2733", "#e3e7ec"
@@ -109,7 +109,7 @@ def to_html(result: Result) -> str:
 
 
 def _books(result: Result) -> str:
-    head = "".join(f"<th>{column}</th>" for column in ("", *COLUMNS))
+    head = "".join(f"<th>{column}</th>" for column in ("", *columns(result)))
     body = "".join(
         f"<tr class='{'all' if name == 'all' else ''}'><td>{name}</td>"
         + "".join(f"<td>{figure}</td>" for figure in figures)

@@ -32,6 +32,8 @@ FAULTS = {
     "double": "twice",
     "swap": "order",
     "reuse": "views",
+    "free": "views",
+    "withhold": "lost",
     "segment": "segments",
     "file": "files",
     "descriptor": "descriptors",
@@ -39,7 +41,11 @@ FAULTS = {
 }
 """Each fault, and the check that has to find it."""
 
+TOPIC_FAULTS = ("withhold",)
+"""Faults that only the publisher of a topic can commit."""
+
 TRANSFERS = ("copy", "loan", "mixed")
+POLICIES = ("block", "skip", "drop")
 SIZES_HELP = "4KiB | 1KiB-1MiB (uniform) | log:1KiB-16MiB (log-uniform) | vision"
 MAX_WORKERS = 64
 _UNITS = {"": 1, "b": 1, "k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": GIB, "gib": GIB}
@@ -138,6 +144,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ``hold`` is the shortest and the longest time that a message is held; ``held`` how many at once. ``chaos`` holds
     actions (see ``ACTIONS``), ``chaos_interval`` is the mean time between two, and ``kills`` ends the run after so
     many kills. ``fault`` makes the harness itself do wrong, to prove that it notices.
+
+    With ``readers`` it is a run of a topic (see ``of_topic``): one publisher, in the place of the producer, and so many
+    readers, in that of the consumers; ``policy`` is the publisher's.
     """
 
     preset: str = "standard"
@@ -146,6 +155,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     messages: int | None = None
     producers: int = 2
     consumers: int = 1
+    readers: int = 0
+    policy: str = "block"
     sizes: Sizes = Sizes("log", KIB, 16 * MIB)
     rate: float | None = None
     ring_size: int = 64 * MIB
@@ -179,6 +190,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 f"--consumers goes from 1 to the number of producers, {self.producers}, for each consumer has a queue "
                 f"of its own; this one is {self.consumers}"
             )
+        self._check_topic()
         if not 64 * KIB <= self.ring_size <= 64 * GIB:
             raise PlanError(f"--ring goes from 64KiB to 64GiB; this one is {bytes_text(self.ring_size)}")
         if self.transfer not in TRANSFERS:
@@ -194,10 +206,52 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if self.seed < 0:
             raise PlanError(f"--seed is a number from 0 on; this one is {self.seed}")
 
+    def _check_topic(self) -> None:
+        if not 0 <= self.readers <= MAX_WORKERS:
+            raise PlanError(f"--readers goes from 1 to {MAX_WORKERS}; this one is {self.readers}")
+        if self.policy not in POLICIES:
+            raise PlanError(f"--policy takes one of {', '.join(POLICIES)}; this one is {self.policy!r}")
+        if not self.readers:
+            if self.policy != "block":
+                raise PlanError("--policy is what a topic does about slow readers; say how many with --readers")
+            if self.fault in TOPIC_FAULTS:
+                raise PlanError(f"--fault {self.fault} is for a topic; give it --readers")
+            return
+        if (self.producers, self.consumers) != (1, 1):
+            raise PlanError(
+                "--readers makes it a topic, which has one publisher; leave --producers and --consumers away"
+            )
+        if self.max_deliveries is not None:
+            raise PlanError("--max-deliveries is for queues: in a topic nothing is delivered again")
+        if self.ttl is not None and self.policy != "block":
+            raise PlanError(
+                f"--ttl goes with --policy block alone: what expired can't be told from what {self.policy} took back"
+            )
+
+    def of_topic(self, readers: int) -> Plan:
+        """The same for a topic with so many readers. Raises PlanError."""
+        if readers < 1:
+            raise PlanError(f"--readers goes from 1 to {MAX_WORKERS}; this one is {readers}")
+        return msgspec.structs.replace(self, readers=readers, producers=1, consumers=1)
+
+    @property
+    def takers(self) -> int:
+        """How many processes take messages: readers or consumers."""
+        return self.readers or self.consumers
+
+    def words(self, text: str) -> str:
+        """A text about producers and consumers, in the words of a topic if it is one."""
+        if not self.readers:
+            return text
+        return text.replace("producer", "publisher").replace("consumer", "reader")
+
     def command(self) -> str:
         """The command line that repeats this run."""
         words = ["shmq", "stress", self.preset, "--seed", str(self.seed)]
         usual = PRESETS[self.preset]
+        if self.readers:
+            words += ["--readers", str(self.readers)]
+            usual = usual.of_topic(self.readers)
         if self.messages is not None or self.kills is not None:
             # As the command line has it: these are an end of their own.
             usual = msgspec.structs.replace(usual, duration=None)
@@ -210,7 +264,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if self.checksums != usual.checksums:
             words.append("--checksums" if self.checksums else "--no-checksums")
         if self.chaos != usual.chaos:
-            words += ["--chaos", ",".join(self.chaos) or "none"]
+            words += ["--chaos", self.words(",".join(self.chaos)) or "none"]
         return shlex.join(words)
 
 
@@ -221,6 +275,8 @@ def parse_chaos(text: str) -> tuple[str, ...]:
         return every if text == "all" else ()
     chosen: list[str] = []
     for name in text.split(","):
+        # In a topic the publisher is the producer, and readers are the consumers.
+        name = name.replace("publisher", "producer").replace("reader", "consumer")
         if name not in ACTIONS and name not in every:
             raise PlanError(f"--chaos takes all, none, or any of {', '.join(ACTIONS)}; it does not know {name!r}")
         chosen += ACTIONS.get(name, (name,))
@@ -252,6 +308,7 @@ _OPTIONS = {
     "messages": "--messages",
     "producers": "--producers",
     "consumers": "--consumers",
+    "policy": "--policy",
     "sizes": "--sizes",
     "rate": "--rate",
     "ring_size": "--ring",

@@ -1,20 +1,35 @@
-"""The producer of a run."""
+"""The producer of a run, and the publisher of a topic."""
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import time
 from typing import Any
 
 import numpy as np
 
-from fmq import AsyncProducer, PeerUnavailableError, Producer, QueueFullError, SegmentSpaceError
-from fmq.stress.fronts import BlockingProducer, ProducerFront, drive
+from fmq import (
+    AsyncProducer,
+    AsyncPublisher,
+    PeerUnavailableError,
+    Producer,
+    Publisher,
+    QueueFullError,
+    QueueTimeoutError,
+    SegmentSpaceError,
+)
+from fmq.stress.faults import WITHHELD, withheld
+from fmq.stress.fronts import BlockingProducer, BlockingPublisher, ProducerFront, PublisherFront, drive
 from fmq.stress.journal import Cell
 from fmq.stress.load import HEADER, MAGIC
 from fmq.stress.worker import FULL, PAUSE, Worker
 
 _PUT_TIMEOUT = 0.25
+_PATIENCE = 0.05
+"""Seconds after which a publisher does what its policy says; less than a put lasts."""
+_MEET_SECONDS = 2.0
+"""How long a publisher waits for the readers at most: while they are killed, they may never be all there."""
 
 
 class ProducerWorker(Worker):
@@ -29,6 +44,7 @@ class ProducerWorker(Worker):
 
     async def work(self) -> None:
         self._producer = self._open()
+        await self._meet()
         cell = self.cell
         life = cell[Cell.LIFE]
         cell[Cell.RING] = int(self._producer.ring.rpartition(":")[2], 16)
@@ -58,15 +74,21 @@ class ProducerWorker(Worker):
         self.reap(block=True)
 
     def _open(self) -> ProducerFront:
-        queue = self.place.queue(self.slot % self.plan.consumers)
-        options: dict[str, Any] = {
+        options = self._options()
+        if self.plan.asyncio:
+            return AsyncProducer(**options)
+        return BlockingProducer(Producer(**options))
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            self.place.kind: self.place.queue(self.slot % self.plan.consumers),
             "namespace": self.place.namespace,
             "runtime_dir": self.place.runtime,
             "ring_size": self.plan.ring_size,
         }
-        if self.plan.asyncio:
-            return AsyncProducer(queue, **options)
-        return BlockingProducer(Producer(queue, **options))
+
+    async def _meet(self) -> None:
+        """Wait for who has to be there before the first put."""
 
     async def _put(self, life: int, number: int, sequence: int) -> bool:
         """Put one message, however long it takes. False if the end came first: then nothing was put."""
@@ -119,3 +141,32 @@ class ProducerWorker(Worker):
             self._full_until = 0
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (0 if limited else hard, hard))
+
+
+class PublisherWorker(ProducerWorker):
+    """Puts them into a topic, when its readers are there."""
+
+    def _open(self) -> ProducerFront:
+        options = self._options() | {"policy": self.plan.policy, "patience": _PATIENCE}
+        publisher: Publisher | AsyncPublisher
+        self._publisher: PublisherFront
+        if self.plan.asyncio:
+            publisher = self._publisher = AsyncPublisher(**options)
+        else:
+            publisher = Publisher(**options)
+            self._publisher = BlockingPublisher(publisher)
+        self._withheld = withheld(publisher)
+        return self._publisher
+
+    async def _meet(self) -> None:
+        deadline = time.monotonic() + _MEET_SECONDS
+        while not self.ending() and time.monotonic() < deadline:
+            with contextlib.suppress(QueueTimeoutError):
+                await self._publisher.wait_for_readers(self.plan.readers, timeout=_PUT_TIMEOUT)
+                return
+
+    async def _put(self, life: int, number: int, sequence: int) -> bool:
+        if self.plan.fault == "withhold" and number == WITHHELD:
+            with self._withheld:
+                return await super()._put(life, number, sequence)
+        return await super()._put(life, number, sequence)

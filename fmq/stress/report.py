@@ -18,10 +18,29 @@ from rich.text import Text
 from fmq.stress.gauges import Histogram
 from fmq.stress.plan import bytes_text
 from fmq.stress.result import Result
-from fmq.stress.verify import CHECKS, Account
+from fmq.stress.verify import Account, checks_of
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9, 99.99)
-COLUMNS = ("put", "in doubt", "delivered", "expired", "set aside", "lost", "redelivered", "GB")
+_QUEUE = {
+    "put": "put",
+    "in doubt": "doubtful",
+    "delivered": "delivered",
+    "expired": "expired",
+    "set aside": "set_aside",
+    "lost": "lost",
+    "redelivered": "redelivered",
+    "GB": "nbytes",
+}
+"""The columns of the books, and what of an account stands there."""
+_TOPIC = {
+    "put": "put",
+    "in doubt": "doubtful",
+    "delivered": "delivered",
+    "expired": "expired",
+    "skipped": "skipped",
+    "lost": "lost",
+    "GB": "nbytes",
+}
 
 
 def show(console: Console, result: Result) -> None:
@@ -43,21 +62,23 @@ def headlines(result: Result) -> list[str]:
     """What ran, how fast it was, and what befell it."""
     plan, total = result.plan, result.total
     seconds = max(result.seconds, 1e-9)
+    ends = [_count(plan.producers, plan.words("producer")), _count(plan.takers, plan.words("consumer"))]
+    if plan.readers:
+        ends.append(f"policy {plan.policy}")
+    together = ", all readers together," if plan.readers else ""
     lines = [
-        f"{plan.preset}, seed {plan.seed}: {_count(plan.producers, 'producer')}, {_count(plan.consumers, 'consumer')}, "
-        f"payloads {plan.sizes}, rings of {bytes_text(plan.ring_size)}, {plan.transfer}, "
-        f"{'asyncio' if plan.asyncio else 'blocking'}, checksums {'on' if plan.checksums else 'off'}",
-        f"{total.delivered:,} messages and {total.nbytes / 1e9:,.2f} GB in {seconds:.1f} s: "
+        f"{plan.preset}, seed {plan.seed}: {', '.join(ends)}, payloads {plan.sizes}, "
+        f"rings of {bytes_text(plan.ring_size)}, {plan.transfer}, {'asyncio' if plan.asyncio else 'blocking'}, "
+        f"checksums {'on' if plan.checksums else 'off'}",
+        f"{total.delivered:,} messages and {total.nbytes / 1e9:,.2f} GB{together} in {seconds:.1f} s: "
         f"{total.nbytes / seconds / 1e9:.3g} GB/s, {total.delivered / seconds:,.0f} messages/s",
         f"latency, put begun to message taken: {percentiles(result.latencies)}",
     ]
     if result.actions:
         counts = ", ".join(f"{count} {action}" for action, count in sorted(result.actions.items()))
         lines.append(f"chaos: {counts}")
-        lines.append(
-            f"lives: {_count(result.lives['producer'], 'producer process', 'producer processes')}, "
-            f"{_count(result.lives['consumer'], 'consumer process', 'consumer processes')}"
-        )
+        lives = [_count(count, f"{noun} process", f"{noun} processes") for noun, count in result.lives.items()]
+        lines.append(f"lives: {', '.join(lives)}")
     if result.recovery.total():
         lines.append(f"consumer restarted to first redelivered message: {percentiles(result.recovery)}")
     if result.interrupted:
@@ -80,7 +101,7 @@ def verdict(result: Result) -> list[str]:
     others = sum(result.found.values()) - 1
     return [
         f"{balance}.",
-        f"FAILED: {CHECKS[first.check]} ({first.check}), at {first.at:.2f} s",
+        f"FAILED: {checks_of(result.plan)[first.check]} ({first.check}), at {first.at:.2f} s",
         *(f"  {line}" for line in first.text.splitlines()),
         *([f"  and {others} more: {_counted(result)}"] if others else []),
         f"seed {result.plan.seed}; to repeat it: {result.plan.command()}",
@@ -101,17 +122,35 @@ def duration(nanoseconds: float) -> str:
     raise AssertionError
 
 
+def columns(result: Result) -> list[str]:
+    """The heads of the books."""
+    return list(_columns(result))
+
+
 def rows(result: Result) -> list[tuple[str, list[str]]]:
-    """The books: a row for each producer and one for all, in the order of ``COLUMNS``."""
-    accounts = [(f"producer {slot}", account) for slot, account in enumerate(result.accounts)]
-    return [(name, _figures(account)) for name, account in [*accounts, ("all", result.total)]]
+    """The books: a row for each producer, of a topic for the publisher and each reader, and one for all."""
+    parts = [
+        (f"{result.plan.words(noun)} {slot}", account)
+        for noun, accounts in (("producer", result.producers), ("consumer", result.readers))
+        for slot, account in enumerate(accounts)
+    ]
+    named = [(name, _figures(account, _columns(result))) for name, account in [*parts, ("all", result.total)]]
+    if result.readers:
+        # What became of it stands in the rows of the readers.
+        publisher = named[0][1]
+        publisher[2:] = [""] * len(publisher[2:])
+    return named
+
+
+def _columns(result: Result) -> dict[str, str]:
+    return _TOPIC if result.plan.readers else _QUEUE
 
 
 def states(result: Result) -> list[tuple[str, str, str]]:
     """For every check: its name, what it says, and whether it held."""
     return [
         (check, text, f"FAILED, {count:,} times" if (count := result.found[check]) else "held")
-        for check, text in CHECKS.items()
+        for check, text in checks_of(result.plan).items()
     ]
 
 
@@ -131,10 +170,15 @@ def to_json(result: Result) -> bytes:
         },
         "checks": [
             {"name": check, "text": text, "held": not result.found[check], "failures": result.found[check]}
-            for check, text in CHECKS.items()
+            for check, text in checks_of(result.plan).items()
         ],
         "findings": result.findings,
-        "books": {"producers": result.accounts, "all": result.total, "balanced": result.total.balances()},
+        "books": {
+            "producers": result.producers,
+            "readers": result.readers,
+            "all": result.total,
+            "balanced": result.total.balances(),
+        },
         "latency": _histogram(result.latencies),
         "recovery": _histogram(result.recovery),
         "actions": result.actions,
@@ -176,26 +220,20 @@ def _histogram(histogram: Histogram) -> dict[str, Any]:
     }
 
 
-def _figures(account: Account) -> list[str]:
-    counts = (
-        account.put,
-        account.doubtful,
-        account.delivered,
-        account.expired,
-        account.set_aside,
-        account.lost,
-        account.redelivered,
-    )
-    return [*(f"{count:,}" for count in counts), f"{account.nbytes / 1e9:,.2f}"]
+def _figures(account: Account, fields: dict[str, str]) -> list[str]:
+    return [
+        f"{account.nbytes / 1e9:,.2f}" if field == "nbytes" else f"{getattr(account, field):,}"
+        for field in fields.values()
+    ]
 
 
 def _show_tables(console: Console, result: Result) -> None:
     table = Table(title="books", title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
-    table.add_column("producer")
-    for column in COLUMNS:
+    table.add_column("")
+    for column in columns(result):
         table.add_column(column.replace(" ", "\n"), justify="right", vertical="bottom")
     for name, figures in rows(result):
-        table.add_row(name.removeprefix("producer "), *figures, style="bold" if name == "all" else "")
+        table.add_row(name, *figures, style="bold" if name == "all" else "")
     console.print(table)
     console.print()
     table = Table(title="checks", title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
@@ -207,7 +245,9 @@ def _show_tables(console: Console, result: Result) -> None:
 
 def _show_lines(console: Console, result: Result) -> None:
     for name, figures in rows(result):
-        said = ", ".join(f"{figure} {column}" for column, figure in zip(COLUMNS, figures, strict=True))
+        said = ", ".join(
+            f"{figure} {column}" for column, figure in zip(columns(result), figures, strict=True) if figure
+        )
         console.print(f"books of {name}: {said}", highlight=False, soft_wrap=True)
     for check, text, state in states(result):
         console.print(f"check {check}: {state} ({text})", highlight=False, soft_wrap=True)

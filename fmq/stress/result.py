@@ -18,13 +18,17 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct):
-    """What a run showed. ``findings`` are the checks that did not hold, the first one first."""
+    """What a run showed. ``findings`` are the checks that did not hold, the first one first.
+
+    ``total`` is the sum of ``producers`` or, in a topic, of ``readers``.
+    """
 
     plan: Plan
     seconds: float
     findings: list[Finding]
     found: dict[str, int]
-    accounts: list[Account]
+    producers: list[Account]
+    readers: list[Account]
     total: Account
     latencies: Histogram
     recovery: Histogram

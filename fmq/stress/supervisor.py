@@ -20,7 +20,6 @@ from types import FrameType
 from typing import Any, Protocol
 
 from fmq.errors import QueueNameError
-from fmq.paths import QueuePath
 from fmq.stress.chaos import Chaos, Misfortune
 from fmq.stress.gauges import Histogram, RingGauge, Sample, Series, descriptors, private_memory
 from fmq.stress.journal import Board, Cell, JournalReader
@@ -34,7 +33,7 @@ from fmq.stress.notes import NoteReader, Violation
 from fmq.stress.place import Place, remove_all, segments_of
 from fmq.stress.plan import Plan, PlanError, bytes_text
 from fmq.stress.result import Event, Result
-from fmq.stress.verify import CHECKS, Stream, Verifier
+from fmq.stress.verify import CHECKS, Life, Verifier
 from fmq.stress.worker import FORK, FULL, HOLD, SLOW
 from shmq.segment import free_bytes, size_of
 
@@ -72,8 +71,9 @@ class Unwatched:
 class Worker:
     """A worker, as the supervisor sees it: a slot, whose process may be another one after each life."""
 
-    def __init__(self, key: Key, cell: Cell) -> None:
+    def __init__(self, key: Key, cell: Cell, noun: str) -> None:
         self.key = key
+        self.noun = noun
         self.role, self.slot = key
         self.cell = cell
         self.life = 0
@@ -88,7 +88,7 @@ class Worker:
         self.descriptors = 0
 
     def __str__(self) -> str:
-        return f"{self.role} {self.slot}"
+        return f"{self.noun} {self.slot}"
 
 
 class Run:
@@ -100,24 +100,24 @@ class Run:
         self.events: list[Event] = []
         self.actions: dict[str, int] = {}
         self.series = Series()
-        self.verifier = Verifier(plan.producers, may_expire=plan.ttl is not None)
+        self.verifier = Verifier(plan)
         self.interrupts = 0
         self._view = view
         self._board_fd = os.memfd_create("shmq-stress", os.MFD_CLOEXEC)
-        os.truncate(self._board_fd, Board.nbytes(plan.producers, plan.consumers))
-        self._board = Board(self._board_fd, plan.producers, plan.consumers)
-        self._journals: list[JournalReader] = [self._board.reader(slot) for slot in range(plan.consumers)]
-        self._producers = [
-            Worker(("producer", slot), self._board.cell("producer", slot)) for slot in range(plan.producers)
-        ]
-        self._consumers = [
-            Worker(("consumer", slot), self._board.cell("consumer", slot)) for slot in range(plan.consumers)
-        ]
+        os.truncate(self._board_fd, Board.nbytes(plan.producers, plan.takers))
+        self._board = Board(self._board_fd, plan.producers, plan.takers)
+        self._journals: list[JournalReader] = [self._board.reader(slot) for slot in range(plan.takers)]
+        self._producers = self._make_workers("producer", plan.producers)
+        self._consumers = self._make_workers("consumer", plan.takers)
         self._workers = {worker.key: worker for worker in [*self._producers, *self._consumers]}
         self._began = time.monotonic()
         self._sampled = self._progressed = 0.0
         self._counted = 0, 0
         self._hurry = False
+
+    def _make_workers(self, role: str, count: int) -> list[Worker]:
+        noun = self.plan.words(role)
+        return [Worker((role, slot), self._board.cell(role, slot), noun) for slot in range(count)]
 
     # -- what a view may ask ------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Run:
         """How much is done of how much: messages, kills or seconds; None if there is no end."""
         plan = self.plan
         if plan.messages is not None:
-            return self.verifier.delivered, plan.messages
+            return sum(worker.cell[Cell.RETURNED] for worker in self._producers), plan.messages
         if plan.kills is not None:
             return self.kills, plan.kills
         return None if plan.duration is None else (min(self.now, plan.duration), plan.duration)
@@ -151,13 +151,13 @@ class Run:
                 f"{bytes_text(free)} are free; choose a smaller --ring or fewer --producers"
             )
         directory = tempfile.mkdtemp(prefix="shmq-stress-")
-        self._place = Place(os.path.basename(directory), directory)
+        self._place = Place(os.path.basename(directory), directory, plan.readers > 0)
         with contextlib.ExitStack() as stack:
             stack.callback(remove_all, self._place)
             stack.callback(os.close, self._board_fd)
             stack.callback(self._close_gauges)
             try:
-                QueuePath(self._place.queue(plan.consumers - 1), self._place.namespace, self._place.runtime)
+                self._place.path(plan.consumers - 1)
             except QueueNameError:
                 raise PlanError(
                     f"{directory} is too long for the path of a socket; set TMPDIR to a shorter directory"
@@ -181,9 +181,9 @@ class Run:
             return self._result(seconds)
 
     def _close_gauges(self) -> None:
-        for stream in self.verifier.streams.values():
-            if stream.gauge is not None:
-                stream.gauge.close()
+        for life in self.verifier.lives.values():
+            if life.gauge is not None:
+                life.gauge.close()
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -234,18 +234,20 @@ class Run:
 
     def _drain(self) -> None:
         self._wait_for(
-            lambda: not any(worker.alive for worker in self._producers) and not self.verifier.streams,
-            "the producers did not end, or their rings were not read to the end",
+            lambda: not any(worker.alive for worker in self._producers) and not self.verifier.lives,
+            self.plan.words("the producers did not end, or their rings were not read to the end"),
         )
 
     def _close(self) -> None:
         self.phase = "closing"
         for worker in self._consumers:
             worker.cell[Cell.STOP] = 1
-        self._wait_for(lambda: not any(worker.alive for worker in self._consumers), "the consumers did not end")
-        for stream in list(self.verifier.streams.values()):
+        self._wait_for(
+            lambda: not any(worker.alive for worker in self._consumers), self.plan.words("the consumers did not end")
+        )
+        for life in list(self.verifier.lives.values()):
             # Named before: what is missing is counted all the same.
-            self.verifier.settle(stream)
+            self.verifier.settle(life)
 
     def _wait_for(self, condition: Callable[[], bool], complaint: str) -> None:
         """Go on until the condition holds; nothing moves for as long as patience lasts: name who hangs, and kill."""
@@ -272,7 +274,7 @@ class Run:
         return (
             self.verifier.delivered,
             self.verifier.total().redelivered,
-            len(self.verifier.streams),
+            len(self.verifier.lives),
             [(worker.life, worker.alive) for worker in self._workers.values()],
         )
 
@@ -280,11 +282,12 @@ class Run:
         """Wait a moment, take in what happened, and see to the workers."""
         wait([self._launcher.fileno(), self._notes.fileno()], _TICK)
         self.verifier.now = self.now
-        gone = [stream for stream in self.verifier.streams.values() if stream.gone]
-        for slot in range(self.plan.consumers):
+        gone = [life for life in self.verifier.lives.values() if life.gone]
+        for slot in range(self.plan.takers):
             self._read_journal(slot)
-        for stream in gone:
-            self.verifier.settle(stream)
+        for life in gone:
+            if self.verifier.may_settle(life):
+                self.verifier.settle(life)
         self._read_notes()
         for kind, key, value in self._launcher.take():
             worker = self._workers[key]
@@ -316,7 +319,8 @@ class Run:
             if begun >= last:
                 worker.retired = True
                 return
-            verifier.begin(worker.slot, worker.life, begun, worker.slot % self.plan.consumers)
+            consumers = range(self.plan.readers) if self.plan.readers else [worker.slot % self.plan.consumers]
+            verifier.begin(worker.slot, worker.life, begun, consumers)
         else:
             cell[Cell.HEAD] = cell[Cell.TAIL] = journal
             verifier.consumer_begins(worker.slot, time.monotonic_ns())
@@ -340,11 +344,11 @@ class Run:
             self._read_journal(worker.slot)
             self.verifier.deaths += 1
         else:
-            stream = self.verifier.streams[worker.slot, worker.life - 1]
-            self._read_cell(worker, stream)
-            if stream.ring and stream.gauge is None:
-                self._open_ring(stream)
-            stream.ended, stream.killed = True, worker.killed
+            life = self.verifier.lives[worker.slot, worker.life - 1]
+            self._read_cell(worker, life)
+            if life.ring and life.gauge is None:
+                self._open_ring(life)
+            life.ended, life.killed = True, worker.killed
         code = os.waitstatus_to_exitcode(status)
         if not (code == 0 or (code == -signal.SIGKILL and worker.killed)):
             self.verifier.fail("processes", f"{worker} (process {worker.pid}) ended with {_ending(code)}")
@@ -361,7 +365,7 @@ class Run:
 
     def _befall(self, misfortune: Misfortune) -> None:
         worker = self._workers[misfortune.role, misfortune.slot]
-        action, seconds = misfortune.action, misfortune.seconds
+        action, seconds, name = misfortune.action, misfortune.seconds, self.plan.words(misfortune.action)
         if (
             not worker.alive
             or not worker.pid
@@ -369,6 +373,8 @@ class Run:
             or (worker.continue_at and not action.startswith("kill"))
         ):
             return
+        if action in ("kill-consumer", "restart-consumer"):
+            self.verifier.consumer_leaves(worker.slot)
         said = f"{worker}, life {worker.life - 1}"
         if action.startswith("kill-"):
             worker.killed = True
@@ -385,34 +391,46 @@ class Run:
             cell = worker.cell
             cell[Cell.ORDER], cell[Cell.ORDER_NS] = _ORDERS[action], round(seconds * 1e9)
             cell[Cell.ORDERS] += 1
-            said = f"{action} {said}, for {seconds:.2f} s"
-        self.actions[action] = self.actions.get(action, 0) + 1
-        self._note_event(action, said)
+            said = f"{name} {said}, for {seconds:.2f} s"
+        self.actions[name] = self.actions.get(name, 0) + 1
+        self._note_event(name, said)
 
     # -- rings and journals -------------------------------------------------------------------------------------------
 
-    def _read_cell(self, worker: Worker, stream: Stream) -> None:
+    def _read_cell(self, worker: Worker, life: Life) -> None:
         # In this order: RETURNED never passes BEGUN.
-        stream.returned = worker.cell[Cell.RETURNED]
-        stream.begun = worker.cell[Cell.BEGUN]
-        stream.ring = worker.cell[Cell.RING]
-        stream.account.refused = worker.cell[Cell.REFUSED]
+        life.returned = worker.cell[Cell.RETURNED]
+        life.begun = worker.cell[Cell.BEGUN]
+        life.ring = worker.cell[Cell.RING]
+        life.refused = worker.cell[Cell.REFUSED]
 
     def _open_rings(self) -> None:
-        for stream in self.verifier.streams.values():
-            if not stream.ended:
-                worker = self._producers[stream.producer]
-                self._read_cell(worker, stream)
-                if stream.ring and stream.gauge is None:
-                    self._open_ring(stream)
+        for life in self.verifier.lives.values():
+            if not life.ended:
+                worker = self._producers[life.producer]
+                joined = self._joined(life)
+                self._read_cell(worker, life)
+                for slot in joined:
+                    self.verifier.joined(life, slot)
+                if life.ring and life.gauge is None:
+                    self._open_ring(life)
+                elif life.gauge is not None:
+                    # At the second look: who had joined at the first one is known by now.
                     worker.cell[Cell.SEEN] = 1
-            elif not stream.gone:
-                stream.gone = stream.gauge is None or not stream.gauge.is_linked()
+            elif not life.gone:
+                life.gone = life.gauge is None or not life.gauge.is_linked()
 
-    def _open_ring(self, stream: Stream) -> None:
-        queue = self._place.queue(stream.consumer)
+    def _joined(self, life: Life) -> list[int]:
+        """Which readers of a topic have joined and, as far as is known yet, got nothing."""
+        if life.gauge is None or all(stream.entered for stream in life.streams.values()):
+            return []
+        pids = life.gauge.readers()
+        return [worker.slot for worker in self._consumers if worker.pid in pids]
+
+    def _open_ring(self, life: Life) -> None:
+        path = self._place.path(life.producer % self.plan.consumers)
         with contextlib.suppress(FileNotFoundError):
-            stream.gauge = RingGauge(f"shmq:{self._place.namespace}:{queue}:{stream.ring:016x}")
+            life.gauge = RingGauge(f"{path.rings}{life.ring:016x}")
 
     def _read_journal(self, slot: int) -> None:
         if len(entries := self._journals[slot].take()):
@@ -448,7 +466,7 @@ class Run:
                     warm = worker.memory[0] or (memory if now - worker.started >= _WARM_SECONDS else 0)
                     worker.memory = warm, memory
                 most[worker.role] = [max(pair) for pair in zip(most[worker.role], (memory, count), strict=True)]
-        fills = [stream.gauge.fill() for stream in verifier.streams.values() if stream.gauge is not None]
+        fills = [life.gauge.fill() for life in verifier.lives.values() if life.gauge is not None]
         self.series.add(
             Sample(
                 at=now,
@@ -485,7 +503,11 @@ class Run:
             lines.append(f"{worker}, {state}, begun {worker.cell[Cell.BEGUN]}, returned {worker.cell[Cell.RETURNED]}")
             with contextlib.suppress(FileNotFoundError):
                 lines += Path(self._place.stacks(*worker.key)).read_text().splitlines()[:30]
-        lines += [f"not over: {stream}, due is message {stream.next}" for stream in self.verifier.streams.values()]
+        for life in self.verifier.lives.values():
+            lines += [
+                f"not over: {life}, due to {self.plan.words('consumer')} {stream.consumer} is message {stream.next}"
+                for stream in life.streams.values()
+            ]
         self.verifier.fail("hang", "\n".join(lines))
 
     # -- the verdict --------------------------------------------------------------------------------------------------
@@ -505,7 +527,8 @@ class Run:
             seconds=seconds,
             findings=verifier.findings,
             found={check: verifier.found.get(check, 0) for check in CHECKS},
-            accounts=verifier.accounts,
+            producers=verifier.producers,
+            readers=verifier.readers,
             total=verifier.total(),
             latencies=verifier.latencies,
             recovery=verifier.recovery,
@@ -513,8 +536,8 @@ class Run:
             events=self.events,
             actions=self.actions,
             lives={
-                "producer": sum(worker.life for worker in self._producers),
-                "consumer": sum(worker.life for worker in self._consumers),
+                workers[0].noun: sum(worker.life for worker in workers)
+                for workers in (self._producers, self._consumers)
             },
             interrupted=self.interrupts > 0,
         )

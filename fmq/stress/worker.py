@@ -1,6 +1,7 @@
 """What producers and consumers of a run share: each is a process of its own, and may be killed anywhere.
 
-Both are written once, for blocking and asyncio alike, as coroutines over a *front*; the blocking front never suspends.
+A publisher is a producer here, and a reader a consumer. Both roles are written once, for blocking and asyncio alike, as
+coroutines over a *front*; the blocking front never suspends.
 A worker ends in order on SIGTERM, between two messages, or when it has put its last one.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import logging
 import os
 import signal
 import time
@@ -20,7 +22,7 @@ from fmq import ForkedError
 from fmq.stress.fronts import drive
 from fmq.stress.journal import Board, Cell
 from fmq.stress.load import Content
-from fmq.stress.notes import NoteWriter
+from fmq.stress.notes import NoteHandler, NoteWriter
 from fmq.stress.place import Place
 from fmq.stress.plan import Plan
 
@@ -46,6 +48,7 @@ class Worker:
         self.content = content
         self.notes = notes
         self.slot = slot
+        self.noun = plan.words(self.role)
         self.cell = board.cell(self.role, slot)
         self._ended = False
         self._orders = 0
@@ -98,7 +101,7 @@ class Worker:
             except BaseException as error:
                 self.notes.violation("processes", f"in a forked child, {error!r} was raised instead of ForkedError")
             else:
-                self.notes.violation("processes", f"a forked child could use the {self.role} of its parent")
+                self.notes.violation("processes", f"a forked child could use the {self.noun} of its parent")
             os._exit(0)
         self._children.add(pid)
 
@@ -116,7 +119,7 @@ class Worker:
         if left > 0:
             names = sorted(_describe(fd) for fd in os.listdir("/proc/self/fd"))
             self.notes.violation(
-                "descriptors", f"{self.role} {self.slot} closed, and {left} descriptors stayed open: {', '.join(names)}"
+                "descriptors", f"{self.noun} {self.slot} closed, and {left} descriptors stayed open: {', '.join(names)}"
             )
 
 
@@ -125,6 +128,9 @@ def live(worker: Worker, place: Place) -> int:
     with open(place.stacks(worker.role, worker.slot), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
         signal.signal(signal.SIGTERM, worker.end)
+        log = logging.getLogger("fmq")
+        log.addHandler(NoteHandler(worker.notes, f"{worker.noun} {worker.slot}"))
+        log.propagate = False
         before = settled_descriptors()
         try:
             if worker.plan.asyncio:
@@ -134,7 +140,7 @@ def live(worker: Worker, place: Place) -> int:
             gc.collect()
             worker.count_descriptors(before)
         except Exception:
-            worker.notes.violation("processes", f"{worker.role} {worker.slot} failed:\n{traceback.format_exc()}")
+            worker.notes.violation("processes", f"{worker.noun} {worker.slot} failed:\n{traceback.format_exc()}")
             return FAILED
     return 0
 
