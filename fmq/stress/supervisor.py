@@ -421,8 +421,8 @@ class Run:
                 life.gone = life.gauge is None or not life.gauge.is_linked()
 
     def _joined(self, life: Life) -> list[int]:
-        """Which readers of a topic have joined and, as far as is known yet, got nothing."""
-        if life.gauge is None or all(stream.entered for stream in life.streams.values()):
+        """Which readers of a topic have joined; nobody if that is known already."""
+        if life.gauge is None or all(stream.entered or stream.latest is not None for stream in life.streams.values()):
             return []
         pids = life.gauge.readers()
         return [worker.slot for worker in self._consumers if worker.pid in pids]

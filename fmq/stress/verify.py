@@ -149,7 +149,8 @@ class Stream:
         self.life = life
         self.consumer = consumer
         self.entered = entered
-        """Whether ``first`` is known; else nothing before it may come."""
+        """Whether ``first`` is known. Else nothing before it may come, and what comes first is not after ``latest``."""
+        self.latest: int | None = None
         self.first = first
         self.next = first
         """The number that is due."""
@@ -164,9 +165,9 @@ class Stream:
         self.account = Account()
 
     def enter(self, number: int) -> None:
-        """This is the first number that was offered."""
+        """This number was offered, and is the first one unless an earlier one had to come."""
         self.entered = True
-        self.first = self.next = number
+        self.first = self.next = number if self.latest is None else min(number, self.latest)
 
     def __str__(self) -> str:
         return str(self.life)
@@ -228,8 +229,9 @@ class Verifier:
 
     def joined(self, life: Life, consumer: int) -> None:
         """A reader was seen to have joined, before ``life.begun`` was looked at."""
-        if not (stream := life.streams[consumer]).entered:
-            stream.enter(life.begun)
+        stream = life.streams[consumer]
+        if stream.latest is None:
+            stream.latest = life.begun
 
     # -- journals -----------------------------------------------------------------------------------------------------
 
@@ -375,14 +377,14 @@ class Verifier:
     def may_settle(self, life: Life) -> bool:
         """Whether nothing more has to come: a reader that was dropped is told so when it asks for a message."""
         return self._plan.policy != "drop" or not any(
-            stream.entered and stream.next < life.returned and not stream.drops and consumer not in self._leaving
+            self._is_due(stream) and stream.next < life.returned and not stream.drops and consumer not in self._leaving
             for consumer, stream in life.streams.items()
         )
 
     def settle(self, life: Life) -> None:
         """A life is over: its ring is gone, and the journals were read after that."""
         for stream in life.streams.values():
-            if self.readers and (not stream.entered or stream.consumer in self._leaving):
+            if self.readers and (stream.consumer in self._leaving or not self._is_due(stream)):
                 self._leave(stream)
             else:
                 self._close(stream)
@@ -399,6 +401,13 @@ class Verifier:
             self.fail("books", f"{life} delivered without a ring")
         self.producers[life.producer].add(own)
         del self.lives[life.producer, life.life]
+
+    def _is_due(self, stream: Stream) -> bool:
+        """Whether a consumer has to get all of a life up to its end."""
+        if not stream.entered and stream.latest is not None:
+            # A put that had begun then may have been given up.
+            stream.enter(min(stream.latest, stream.life.begun))
+        return stream.entered
 
     def _close(self, stream: Stream) -> None:
         """A stream was read to the end of its ring."""
