@@ -137,7 +137,8 @@ class ConsumerWorker(Worker):
         try:
             self.content.check(producer, number, body)
         except WrongContentError as error:
-            self.notes.violation(check, f"message {number} of producer {producer} {what}: {error}")
+            who = self.plan.words("producer")
+            self.notes.violation(check, f"message {number} of {who} {producer} {what} at {self}: {error}")
 
     def _put_aside(self, aside: SetAside) -> None:
         producer, _, number, _, body = open_payload(aside.read())

@@ -80,9 +80,12 @@ class ForkServer:
             os.kill(pid, number)
 
     def _spawn(self, key: Key) -> None:
+        # Until the worker has a handler for it: it would not end in order.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         pid = os.fork()
         if pid == 0:
             os._exit(self._child(key))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         self._pids[pid] = key
         self._workers[key] = pid
         self._connection.send((SPAWNED, key, pid))

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from fmq.stress.gauges import Histogram, Sample, thinned
 from fmq.stress.plan import MIB
 from fmq.stress.report import columns, duration, headlines, machine, rows, states, verdict
-from fmq.stress.result import Event, Result
+from fmq.stress.result import Result
 
 INK, GRID = "#1f2733", "#e3e7ec"
 BLUE, ORANGE, GREEN, PURPLE = "#2563a8", "#d9772b", "#2f8f6b", "#7a56a8"
@@ -72,10 +72,15 @@ code { font-size: 13px; background: #f0f3f6; padding: 2px 5px; border-radius: 4p
 
 def to_html(result: Result) -> str:
     """The whole page."""
+    plan = result.plan
     with mpl.rc_context(_STYLE):
         pictures = [
             ("Throughput", "What was delivered, averaged over each moment of sampling.", _throughput),
-            ("Latency", "From the beginning of a put to the moment a consumer has the message.", _latency),
+            (
+                "Latency",
+                plan.words("From the beginning of a put to the moment a consumer has the message."),
+                _latency,
+            ),
             ("Ring fill", "Of the fullest ring: from its oldest record in use to its end. Full means wait.", _fill),
             (
                 "Nothing piles up",
@@ -88,7 +93,6 @@ def to_html(result: Result) -> str:
             for title, note, draw in pictures
         )
     said = verdict(result)
-    plan = result.plan
     facts = "".join(f"<p>{html.escape(line)}</p>" for line in headlines(result))
     where = ", ".join(f"{name} {value}" for name, value in machine().items())
     return (
@@ -102,9 +106,24 @@ def to_html(result: Result) -> str:
         f"<section><h2>The run</h2>{facts}<p>To repeat it: <code>{html.escape(plan.command())}</code></p></section>"
         f"{sections}"
         f"<section><h2>Books</h2><div class='scroll'>{_books(result)}</div>"
-        "<p class='note'>put + in doubt = delivered + expired + set aside + lost. In doubt: puts during which the "
-        "producer was killed, and that stand in the ring nevertheless.</p></section>"
+        f"<p class='note'>{_explained(result)}</p></section>"
         f"<section><h2>Checks</h2>{_checks(result)}</section></main></body></html>\n"
+    )
+
+
+def _explained(result: Result) -> str:
+    """What the books mean."""
+    doubt = result.plan.words(
+        "In doubt: puts during which the producer was killed, and that stand in the ring nevertheless."
+    )
+    if not result.readers:
+        return f"put + in doubt = delivered + expired + set aside + lost. {doubt}"
+    skipped = "Skipped: what the policy took back, or did not offer to a reader that was dropped."
+    if result.plan.policy == "block":
+        skipped = ""
+    return (
+        "For each reader put + in doubt = delivered + expired + skipped + lost, where put counts from its first "
+        f"message to its last, over all its lives. {skipped} {doubt}"
     )
 
 
@@ -161,12 +180,13 @@ def _throughput(result: Result) -> Figure:
     other.set_ylim(bottom=0, top=max(counts, default=0.0) * _HEADROOM or 1.0)
     other.grid(visible=False)
     other.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    _mark(axes, result.events)
+    _mark(axes, result)
     return figure
 
 
-def _mark(axes: Axes, events: list[Event]) -> None:
+def _mark(axes: Axes, result: Result) -> None:
     """A tick along the upper edge for each act of chaos, a row for each kind."""
+    events = result.events
     kinds = [kind for kind in ACTS if any(event.kind.startswith(kind) for event in events)]
     for row, kind in enumerate(kinds):
         at = [event.at for event in events if event.kind.startswith(kind)]
@@ -179,7 +199,7 @@ def _mark(axes: Axes, events: list[Event]) -> None:
             markersize=6,
             markeredgewidth=1.3,
             color=colour,
-            label=f"{name} ({len(at):,})",
+            label=f"{result.plan.words(name)} ({len(at):,})",
             transform=axes.get_xaxis_transform(),
         )
     if kinds:
@@ -243,11 +263,12 @@ def _resources(result: Result) -> Figure:
     figure, (memory, counts, shm) = _figure(1, 3, height=2.9)
     samples = [sample for sample in result.samples if sample.producer_memory and sample.consumer_memory]
     at = [sample.at for sample in samples]
-    memory.plot(at, [sample.producer_memory / MIB for sample in samples], color=BLUE, linewidth=1.2, label="producer")
-    memory.plot(at, [sample.consumer_memory / MIB for sample in samples], color=ORANGE, linewidth=1.2, label="consumer")
+    puts, takes = result.plan.words("producer"), result.plan.words("consumer")
+    memory.plot(at, [sample.producer_memory / MIB for sample in samples], color=BLUE, linewidth=1.2, label=puts)
+    memory.plot(at, [sample.consumer_memory / MIB for sample in samples], color=ORANGE, linewidth=1.2, label=takes)
     memory.set_title("private memory, MiB", fontsize=10, loc="left")
-    counts.plot(at, [sample.producer_descriptors for sample in samples], color=BLUE, linewidth=1.2, label="producer")
-    counts.plot(at, [sample.consumer_descriptors for sample in samples], color=ORANGE, linewidth=1.2, label="consumer")
+    counts.plot(at, [sample.producer_descriptors for sample in samples], color=BLUE, linewidth=1.2, label=puts)
+    counts.plot(at, [sample.consumer_descriptors for sample in samples], color=ORANGE, linewidth=1.2, label=takes)
     counts.set_title("file descriptors", fontsize=10, loc="left")
     counts.yaxis.set_major_locator(MaxNLocator(integer=True))
     shm.plot(at, [sample.shm / MIB for sample in samples], color=PURPLE, linewidth=1.2)

@@ -391,7 +391,7 @@ class Run:
             cell = worker.cell
             cell[Cell.ORDER], cell[Cell.ORDER_NS] = _ORDERS[action], round(seconds * 1e9)
             cell[Cell.ORDERS] += 1
-            said = f"{name} {said}, for {seconds:.2f} s"
+            said = f"{name.removesuffix(f'-{worker.noun}')} {said}, for {seconds:.2f} s"
         self.actions[name] = self.actions.get(name, 0) + 1
         self._note_event(name, said)
 
@@ -504,10 +504,7 @@ class Run:
             with contextlib.suppress(FileNotFoundError):
                 lines += Path(self._place.stacks(*worker.key)).read_text().splitlines()[:30]
         for life in self.verifier.lives.values():
-            lines += [
-                f"not over: {life}, due to {self.plan.words('consumer')} {stream.consumer} is message {stream.next}"
-                for stream in life.streams.values()
-            ]
+            lines += [f"not over: {stream}, due is message {stream.next}" for stream in life.streams.values()]
         self.verifier.fail("hang", "\n".join(lines))
 
     # -- the verdict --------------------------------------------------------------------------------------------------

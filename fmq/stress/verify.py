@@ -145,8 +145,9 @@ class Life:
 class Stream:
     """What a consumer gets of a life."""
 
-    def __init__(self, life: Life, consumer: int, first: int, *, entered: bool) -> None:
+    def __init__(self, life: Life, noun: str, consumer: int, first: int, *, entered: bool) -> None:
         self.life = life
+        self.noun = noun
         self.consumer = consumer
         self.entered = entered
         """Whether ``first`` is known. Else nothing before it may come, and what comes first is not after ``latest``."""
@@ -170,7 +171,7 @@ class Stream:
         self.first = self.next = number if self.latest is None else min(number, self.latest)
 
     def __str__(self) -> str:
-        return str(self.life)
+        return f"{self.life} to {self.noun} {self.consumer}"
 
 
 class Verifier:
@@ -209,7 +210,7 @@ class Verifier:
         """A life of a producer begins, for these consumers."""
         life = self.lives[producer, number] = Life(producer, number, first, self._plan.words("producer"))
         for consumer in consumers:
-            life.streams[consumer] = Stream(life, consumer, first, entered=not self.readers)
+            life.streams[consumer] = self._stream(life, consumer, first)
         return life
 
     def consumer_begins(self, consumer: int, at: int) -> None:
@@ -221,7 +222,10 @@ class Verifier:
                 stream.last = -1
                 if self.readers:
                     self._leave(stream)
-                    life.streams[consumer] = Stream(life, consumer, life.returned, entered=False)
+                    life.streams[consumer] = self._stream(life, consumer, life.returned)
+
+    def _stream(self, life: Life, consumer: int, first: int) -> Stream:
+        return Stream(life, self._plan.words("consumer"), consumer, first, entered=not self.readers)
 
     def consumer_leaves(self, consumer: int) -> None:
         """A life of a consumer is about to end: it need not get any more."""
@@ -283,7 +287,7 @@ class Verifier:
         numbers = part["number"].astype(np.int64)
         if not stream.entered:
             if numbers[0] < stream.first:
-                self.fail("twice", f"reader {stream.consumer} got message {numbers[0]} of {stream}, put before it came")
+                self.fail("twice", f"message {numbers[0]} of {stream} had been put before that one was there")
             stream.enter(int(numbers[0]))
         again = (part["flags"] & REDELIVERED) != 0
         highest = np.maximum.accumulate(np.concatenate([[stream.last], numbers[:-1]]))
@@ -321,7 +325,7 @@ class Verifier:
             self.delivered += 1
             self.fail("order", f"message {number} of {stream} came after message {stream.next - 1}")
         else:
-            self.fail("twice", f"message {number} of {stream} was delivered twice to one consumer")
+            self.fail("twice", f"message {number} of {stream} was delivered twice to the same process")
 
     def _again(self, stream: Stream, numbers: NDArray[np.int64], again: NDArray[np.bool_]) -> None:
         for number in numbers[~again]:
@@ -431,13 +435,12 @@ class Verifier:
         if stream.missing:
             account.lost = len(stream.missing)
             first = min(stream.missing)
-            to = f" to reader {stream.consumer}" if self.readers else ""
             self.fail(
                 "lost",
-                f"{account.lost} messages of {life} never came{to}, the first is {first}; their puts had returned",
+                f"{account.lost} messages of {stream} never came, the first is {first}; their puts had returned",
             )
         if not account.balances():
-            self.fail("books", f"the account of {life} does not balance: {account}")
+            self.fail("books", f"the account of {stream} does not balance: {account}")
         life.next = max(life.next, stream.next)
         life.skipped += account.skipped
         life.skipped_last = max(life.skipped_last, stream.skipped_last)
@@ -484,8 +487,8 @@ class Verifier:
         if not 0 <= again - seen <= self.deaths * max(1, len(self.producers)):
             self.fail(
                 "books",
-                f"{seen} redelivered by the journals and {again} by the rings: the {self.deaths} ends of consumers "
-                "can't explain the difference",
+                f"{seen} redelivered by the journals and {again} by the rings: the {self.deaths} ends of "
+                f"{self._plan.words('consumers')} can't explain the difference",
             )
 
 

@@ -49,10 +49,14 @@ class Worker:
         self.notes = notes
         self.slot = slot
         self.noun = plan.words(self.role)
+        """What it is called."""
         self.cell = board.cell(self.role, slot)
         self._ended = False
         self._orders = 0
         self._children: set[int] = set()
+
+    def __str__(self) -> str:
+        return f"{self.noun} {self.slot}"
 
     async def work(self) -> None:
         """The life of the worker."""
@@ -119,7 +123,7 @@ class Worker:
         if left > 0:
             names = sorted(_describe(fd) for fd in os.listdir("/proc/self/fd"))
             self.notes.violation(
-                "descriptors", f"{self.noun} {self.slot} closed, and {left} descriptors stayed open: {', '.join(names)}"
+                "descriptors", f"{self} closed, and {left} descriptors stayed open: {', '.join(names)}"
             )
 
 
@@ -128,8 +132,9 @@ def live(worker: Worker, place: Place) -> int:
     with open(place.stacks(worker.role, worker.slot), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
         signal.signal(signal.SIGTERM, worker.end)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         log = logging.getLogger("fmq")
-        log.addHandler(NoteHandler(worker.notes, f"{worker.noun} {worker.slot}"))
+        log.addHandler(NoteHandler(worker.notes, str(worker)))
         log.propagate = False
         before = settled_descriptors()
         try:
@@ -140,7 +145,7 @@ def live(worker: Worker, place: Place) -> int:
             gc.collect()
             worker.count_descriptors(before)
         except Exception:
-            worker.notes.violation("processes", f"{worker.noun} {worker.slot} failed:\n{traceback.format_exc()}")
+            worker.notes.violation("processes", f"{worker} failed:\n{traceback.format_exc()}")
             return FAILED
     return 0
 

@@ -14,11 +14,23 @@ import pytest
 
 from fmq.stress.chaos import Chaos, Misfortune
 from fmq.stress.gauges import Histogram, Sample, Series, thinned
-from fmq.stress.journal import ASIDE, DELIVERED, ENTRIES, ENTRY_TYPE, REDELIVERED, RELEASED, Board, Cell, Entries
+from fmq.stress.journal import (
+    ASIDE,
+    DELIVERED,
+    DROPPED,
+    ENTRIES,
+    ENTRY_TYPE,
+    REDELIVERED,
+    RELEASED,
+    Board,
+    Cell,
+    Entries,
+)
 from fmq.stress.load import BLOB_BYTES, HEADER, KINDS, MAGIC, Content, WrongContentError, open_payload
 from fmq.stress.notes import NoteReader, NoteWriter, Remark, Violation
 from fmq.stress.plan import KIB, MIB, PRESETS, Plan, Sizes, exact_bytes, parse_bytes, parse_chaos
-from fmq.stress.verify import WINDOW, Stream, Verifier
+from fmq.stress.verify import WINDOW, Life, Verifier
+from shmq import layout
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
@@ -65,11 +77,16 @@ def test_sizes_stay_within_their_bounds_and_follow_their_distribution(text: str)
         {"chaos": parse_chaos("kill"), "kills": 7, "hold": (0.0, 0.25), "ttl": 0.5, "max_deliveries": 3, "rate": 1 / 3},
     ],
 )
+@pytest.mark.parametrize("readers", [0, 3])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_command_of_a_plan_makes_the_same_plan(
-    preset: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    preset: str, readers: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = msgspec.structs.replace(PRESETS[preset], seed=9, **changes)
+    usual = PRESETS[preset]
+    if readers:
+        usual = usual.of_topic(readers)
+        changes = {name: value for name, value in changes.items() if name != "max_deliveries"}
+    plan = msgspec.structs.replace(usual, seed=9, **changes)
     made: list[Plan] = []
     monkeypatch.setattr("fmq.stress.command._run", lambda plan, *_: made.append(plan) or True)
     from fmq.stress.command import app
@@ -244,12 +261,12 @@ def entries(*rows: tuple[int, ...]) -> Entries:
 
 
 class Judge:
-    """A verifier with one stream of one producer, and consumers that come one after another."""
+    """A verifier with one life of one producer, and consumers that come one after another."""
 
-    def __init__(self, *, may_expire: bool = False) -> None:
-        self.verifier = Verifier(1, may_expire=may_expire)
-        self.stream: Stream = self.verifier.begin(0, 0, 0, 0)
-        self.stream.ring = 77
+    def __init__(self, *, ttl: float | None = None) -> None:
+        self.verifier = Verifier(Plan(producers=1, ttl=ttl))
+        self.life: Life = self.verifier.begin(0, 0, 0, [0])
+        self.life.ring = 77
         self.verifier.consumer_begins(0, 1_000_000)
 
     def read(self, *rows: tuple[int, ...]) -> None:
@@ -260,9 +277,9 @@ class Judge:
         self.verifier.consumer_begins(0, 1_500_000)
 
     def settle(self, returned: int, begun: int | None = None) -> list[str]:
-        """End the stream; the names of the checks that failed, without what only a ring can say."""
-        self.stream.returned, self.stream.begun = returned, returned if begun is None else begun
-        self.verifier.settle(self.stream)
+        """End the life; the names of the checks that failed, without what only a ring can say."""
+        self.life.returned, self.life.begun = returned, returned if begun is None else begun
+        self.verifier.settle(self.life)
         return [finding.check for finding in self.verifier.findings if "without a ring" not in finding.text]
 
 
@@ -360,7 +377,7 @@ def test_a_put_during_which_the_producer_was_killed_may_arrive_or_not() -> None:
 
 
 def test_what_expires_is_counted_and_not_lost() -> None:
-    judge = Judge(may_expire=True)
+    judge = Judge(ttl=1.0)
     judge.read(*delivered(0, 3, 4))
     assert judge.settle(7) == []
     total = judge.verifier.total()
@@ -391,4 +408,176 @@ def test_a_long_stream_needs_no_more_memory_than_a_short_one() -> None:
     # So long ago that nothing is remembered of it: it must have been released.
     judge.read(entry(5, again=True))
     assert judge.settle(2 * WINDOW) == ["twice"]
-    assert judge.stream.states.nbytes == WINDOW
+    assert judge.life.streams[0].states.nbytes == WINDOW
+
+
+# -- the verifier of a topic ------------------------------------------------------------------------------------------
+
+
+class Counters:
+    """The header of a ring, as far as the verifier looks at it."""
+
+    def __init__(self, **words: int) -> None:
+        self._words = {getattr(layout, name): value for name, value in words.items()}
+
+    def __getitem__(self, word: int) -> int:
+        return self._words.get(word, 0)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class TopicJudge:
+    """A verifier with one life of a publisher, which has put messages 0 to 9, and two readers."""
+
+    def __init__(self, policy: str = "block") -> None:
+        self.verifier = Verifier(msgspec.structs.replace(PRESETS["quick"].of_topic(2), policy=policy))
+        for reader in (0, 1):
+            self.verifier.consumer_begins(reader, 1)
+        self.life = self.verifier.begin(0, 0, 0, [0, 1])
+
+    def read(self, reader: int, *rows: tuple[int, ...]) -> None:
+        self.verifier.read(reader, entries(*rows))
+
+    def another_reader(self, reader: int, returned: int) -> None:
+        self.life.returned = self.life.begun = returned
+        self.verifier.consumer_leaves(reader)
+        self.verifier.consumer_begins(reader, 2)
+
+    def joined(self, reader: int, begun: int) -> None:
+        self.life.begun = begun
+        self.verifier.joined(self.life, reader)
+
+    def settle(self, *, skipped: int = 0, killed: bool = False) -> list[str]:
+        """End the life; the names of the checks that failed."""
+        self.life.returned = self.life.begun = 10
+        self.life.killed = killed
+        gauge: Any = Counters(NEXT_SEQUENCE=10, SKIPPED_COUNT=skipped)
+        self.life.gauge = gauge
+        self.verifier.settle(self.life)
+        self.verifier.close_books()
+        return [finding.check for finding in self.verifier.findings]
+
+
+DROP = (DROPPED, 0, 0, 0, 0, 0, 0, 0)
+
+
+def test_every_reader_has_books_of_its_own_that_begin_with_its_first_message() -> None:
+    judge = TopicJudge()
+    judge.joined(0, 0)
+    judge.read(0, *delivered(*range(10)))
+    judge.read(1, *delivered(*range(4, 10)))
+    assert judge.settle() == []
+    first, second = judge.verifier.readers
+    assert (first.put, first.delivered, second.put, second.delivered) == (10, 10, 6, 6)
+    assert (judge.verifier.producers[0].put, judge.verifier.total().put) == (10, 16)
+
+
+def test_a_reader_that_comes_again_begins_anew_and_owes_nothing_between() -> None:
+    judge = TopicJudge()
+    judge.read(0, *delivered(*range(10)))
+    judge.read(1, *delivered(0, 1, 2))
+    judge.another_reader(1, 5)
+    judge.read(1, *delivered(7, 8, 9))
+    assert judge.settle() == []
+    assert judge.verifier.readers[1].put == judge.verifier.readers[1].delivered == 6
+
+
+def test_a_put_that_was_given_up_is_not_owed_to_who_joined_during_it() -> None:
+    judge = TopicJudge()
+    judge.joined(0, 11)
+    assert judge.settle() == []
+
+
+def topic_cases() -> dict[str, tuple[str, Callable[[TopicJudge], None], int, list[str]]]:
+    def a_gap(judge: TopicJudge) -> None:
+        judge.joined(0, 0)
+        judge.joined(1, 0)
+        judge.read(0, *delivered(0, 1, 4, 5, 6, 7, 8, 9))
+        judge.read(1, *delivered(*range(10)))
+
+    def a_gap_that_was_told(judge: TopicJudge) -> None:
+        judge.read(0, *delivered(0, 1), DROP, *delivered(4, 5, 6, 7, 8, 9))
+
+    def two_gaps_and_one_was_told(judge: TopicJudge) -> None:
+        judge.read(0, *delivered(0, 1), DROP, *delivered(4, 6, 7, 8, 9))
+
+    def the_end_is_missing(judge: TopicJudge) -> None:
+        judge.read(0, *delivered(0, 1, 2))
+
+    def the_end_is_missing_to_one_that_was_killed(judge: TopicJudge) -> None:
+        judge.read(0, *delivered(0, 1, 2))
+        judge.verifier.consumer_leaves(0)
+
+    def the_first_is_missing_to_one_that_had_joined(judge: TopicJudge) -> None:
+        judge.joined(0, 3)
+        judge.read(0, *delivered(*range(4, 10)))
+
+    def one_had_joined_and_got_an_earlier_one_still(judge: TopicJudge) -> None:
+        judge.joined(0, 3)
+        judge.read(0, *delivered(*range(2, 10)))
+
+    def one_is_older_than_the_reader(judge: TopicJudge) -> None:
+        judge.another_reader(0, 5)
+        judge.read(0, *delivered(*range(4, 10)))
+
+    def one_comes_twice(judge: TopicJudge) -> None:
+        judge.read(0, *delivered(*range(10)), entry(9))
+
+    def one_is_marked_as_redelivered(judge: TopicJudge) -> None:
+        judge.read(0, *delivered(*range(9)), entry(9, again=True))
+
+    return {
+        "a gap": ("block", a_gap, 0, ["lost"]),
+        "a gap that was skipped": ("skip", a_gap, 2, []),
+        "a gap and no more than a part was skipped": ("skip", a_gap, 1, ["books"]),
+        "more was skipped than is missing": ("skip", a_gap, 3, ["books"]),
+        "something was skipped, and the policy is to block": (
+            "block",
+            the_end_is_missing_to_one_that_was_killed,
+            1,
+            ["books"],
+        ),
+        "a gap that was told": ("drop", a_gap_that_was_told, 2, []),
+        "a gap that was not told": ("drop", a_gap, 2, ["lost"]),
+        "two gaps, and one was told": ("drop", two_gaps_and_one_was_told, 3, ["lost"]),
+        "told, and the policy is to block": ("block", a_gap_that_was_told, 0, ["lost", "lost"]),
+        "the end is missing": ("block", the_end_is_missing, 0, ["lost"]),
+        "the end is missing to one that was killed": ("block", the_end_is_missing_to_one_that_was_killed, 0, []),
+        "the first is missing to one that had joined": (
+            "block",
+            the_first_is_missing_to_one_that_had_joined,
+            0,
+            ["lost"],
+        ),
+        "one had joined and got an earlier one still": ("block", one_had_joined_and_got_an_earlier_one_still, 0, []),
+        "one is older than the reader": ("block", one_is_older_than_the_reader, 0, ["twice"]),
+        "one comes twice": ("block", one_comes_twice, 0, ["twice"]),
+        "one is marked as redelivered": ("block", one_is_marked_as_redelivered, 0, ["books"]),
+    }
+
+
+@pytest.mark.parametrize("case", topic_cases())
+def test_what_must_not_happen_to_a_reader_is_named(case: str) -> None:
+    policy, act, skipped, expected = topic_cases()[case]
+    judge = TopicJudge(policy)
+    act(judge)
+    assert judge.settle(skipped=skipped) == expected
+
+
+def test_what_a_publisher_that_was_killed_had_not_counted_yet_is_no_error() -> None:
+    judge = TopicJudge("skip")
+    judge.read(0, *delivered(0, 1, 4, 5, 9))
+    assert judge.settle(skipped=2, killed=True) == []
+
+
+def test_a_reader_that_was_dropped_is_waited_for_until_it_was_told() -> None:
+    judge = TopicJudge("drop")
+    judge.joined(0, 0)
+    judge.read(0, *delivered(0, 1))
+    judge.life.returned = 10
+    assert not judge.verifier.may_settle(judge.life)
+    judge.read(0, DROP)
+    assert judge.verifier.may_settle(judge.life)
+    assert judge.settle() == []
+    assert judge.verifier.readers[0].skipped == 8
