@@ -236,6 +236,19 @@ def test_a_reader_that_died_asleep_rings_no_bells_any_more(ring: Ring) -> None:
     assert not writer.asleep()
 
 
+def test_what_a_reader_held_that_was_skipped_and_died_is_freed_by_who_gets_its_slot(ring: Ring) -> None:
+    writer, join = ring
+    first = join()
+    post(writer, b"a", b"b")
+    assert first.take() is not None
+    assert writer.skip(0) == 1
+    first.segment.retire()
+    second = join()
+    post(writer, b"c")
+    assert blobs(second) == [b"c"]
+    assert writer.unfinished() == 0
+
+
 def test_a_thousand_readers_may_come_and_go_while_the_publisher_does_nothing(ring: Ring) -> None:
     writer, join = ring
     for _ in range(1000):
