@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from fmq.stress import PRESETS, Sizes, run
-from fmq.stress.plan import ACTIONS, FAULTS, MIB
+from fmq.stress.plan import ACTIONS, FAULTS, MIB, TOPIC_FAULTS
 from fmq.stress.verify import CHECKS
 from shmq.segment import names
 from tests.queues import eventually
@@ -195,8 +195,10 @@ def test_a_number_of_messages_ends_the_run_whatever_the_load(options: list[str])
 
 def test_what_expires_and_what_is_set_aside_stands_in_the_books() -> None:
     chaos = ["--chaos", "kill-consumer,slow", "--chaos-interval", "0.1", "--kills", "15"]
-    code, out, _ = stress("chaos", *SMALL, *chaos, "--ttl", "0.05", "--max-deliveries", "1", "--hold", "0.01-0.02")
-    assert code == 0, out
+    code, out, err = stress("chaos", *SMALL, *chaos, "--ttl", "0.05", "--max-deliveries", "1", "--hold", "0.01-0.02")
+    assert (code, err) == (0, ""), out
+    # What workers log comes between the events.
+    assert re.search(r"^ +\d+\.\d s  consumer 0: queue q0: message \d+ of producer .* is set aside", out, re.MULTILINE)
     books = {column: int(figure.replace(",", "")) for column, figure in row(out, "all").items() if column != "GB"}
     assert books["expired"] > 0
     assert books["set aside"] > 0
@@ -213,10 +215,78 @@ def test_it_runs_from_python_too_and_says_nothing(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr() == ("", "")
 
 
+# -- topics -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_topic_has_books_for_every_reader_in_all_reports(tmp_path: Path) -> None:
+    code, out, err = stress(
+        "quick",
+        *SMALL,
+        *("--readers", "3", "--messages", "400", "--chaos", "slow,hold", "--chaos-interval", "0.2"),
+        *("--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")),
+    )
+    assert (code, err) == (0, ""), out
+    assert ": 1 publisher, 3 readers, policy block, payloads " in out
+    assert "books of publisher 0: 400 put, 0 in doubt\n" in out
+    for reader in range(3):
+        books = row(out, f"reader {reader}")
+        assert books["put"] == books["delivered"] == "400"
+    assert row(out, "all")["delivered"] == "1,200"
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert [account["delivered"] for account in document["books"]["readers"]] == [400, 400, 400]
+    assert document["books"]["all"]["nbytes"] == 3 * document["books"]["readers"][0]["nbytes"]
+    assert document["plan"]["policy"] == "block"
+    page = (tmp_path / "r.html").read_text()
+    assert "<td>reader 2</td>" in page
+    assert "consumer" not in page
+    assert "producer" not in page
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--policy", "block"], ["--policy", "skip", "--asyncio"], ["--policy", "drop", "--transfer", "loan"]],
+    ids=["block", "skip, asyncio", "drop, loans"],
+)
+def test_a_short_run_of_all_chaos_holds_every_check_of_a_topic(options: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    chaos = ["--sizes", "log:256-1MiB", "--ring", "4MiB", "--seed", "3", "--chaos-interval", "0.06", "--patience", "20"]
+    code, out, err = stress("chaos", *chaos, "--duration", "5", "--readers", "4", *options, "--json", str(file))
+    assert (code, err) == (0, ""), out
+    document = json.loads(file.read_text())
+    every = ["kill", "stop", "restart", "fork"]
+    assert set(document["actions"]) >= {f"{action}-{role}" for action in every for role in ("publisher", "reader")}
+    assert document["lives"]["publisher"] > 3
+    assert document["lives"]["reader"] > 4
+    total = document["books"]["all"]
+    assert total["put"] + total["doubtful"] == total["delivered"] + total["skipped"]
+    assert bool(total["skipped"]) == (options[1] != "block")
+
+
+def test_readers_that_are_slow_are_skipped_as_often_as_the_ring_says() -> None:
+    slow = ["--chaos", "slow,hold", "--chaos-interval", "0.1", "--duration", "3"]
+    code, out, _ = stress("chaos", *SMALL, *slow, "--readers", "2", "--policy", "skip")
+    assert code == 0, out
+    assert int(row(out, "all")["skipped"].replace(",", "")) > 0
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["flip", "double", "swap", "free", "withhold"])
+def test_a_fault_in_a_topic_is_found_and_named(fault: str) -> None:
+    code, out, _ = stress("quick", *SMALL, "--duration", "1.5", "--readers", "2", "--fault", fault)
+    assert code == 1, out
+    assert f" ({FAULTS[fault]}), at " in re.findall(r"^FAILED: .*", out, re.MULTILINE)[0]
+
+
+def test_a_message_that_a_reader_was_not_offered_is_no_skipped_one() -> None:
+    options = ["--duration", "1.5", "--readers", "2", "--policy", "skip", "--fault", "withhold"]
+    code, out, _ = stress("quick", *SMALL, *options)
+    assert code == 1, out
+    assert re.search(r"publisher 0 \(.*\): (\d+) messages skipped by the journals, (?!\1 )\d+ by the ring", out)
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in TOPIC_FAULTS])
 def test_a_fault_that_was_made_on_purpose_is_found_and_named(fault: str) -> None:
     duration = {"memory": "5"}.get(fault, "1.5")
     code, out, _ = stress("quick", *SMALL, "--duration", duration, "--fault", fault)
@@ -281,6 +351,14 @@ def test_a_launcher_that_is_killed_is_an_error_and_leaves_nothing(nothing_left: 
         (["--ring", "1KiB"], "--ring goes from 64KiB"),
         (["--ring", "64GiB", "--producers", "64"], "of /dev/shm, and"),
         (["--producers", "2", "--consumers", "3"], "--consumers goes from 1 to the number of producers, 2"),
+        (["--readers", "0"], "--readers goes from 1 to 64; this one is 0"),
+        (["--readers", "65"], "--readers goes from 1 to 64; this one is 65"),
+        (["--readers", "2", "--producers", "2"], "leave --producers and --consumers away"),
+        (["--readers", "2", "--max-deliveries", "2"], "in a topic nothing is delivered again"),
+        (["--readers", "2", "--policy", "skip", "--ttl", "1"], "--ttl goes with --policy block alone"),
+        (["--readers", "2", "--policy", "wait"], "--policy takes one of block, skip, drop"),
+        (["--policy", "drop"], "say how many with --readers"),
+        (["--fault", "withhold"], "--fault withhold is for a topic"),
         (["--hold", "0.5-0.1"], "--hold takes seconds"),
         (["--chaos", "kill,earthquake"], "it does not know 'earthquake'"),
         (["--kills", "3"], "there are none without --chaos kill"),
