@@ -75,8 +75,9 @@ class TopicWriter(RingWriter):
         super().__init__(segment, spill_limit=spill_limit, lap=lap)
         self._joined = _NOBODY
         self._offers = _ALL_FREE
-        self._left: dict[int, int] = {}
-        """For each slot the offset of the message that was not taken back because its reader claimed it."""
+        self._left: dict[int, tuple[int, bool]] = {}
+        """For each slot the offset of the message that was not taken back because its reader claimed it, and whether it
+        counts as skipped."""
 
     # -- readers ------------------------------------------------------------------------------------------------------
 
@@ -152,11 +153,11 @@ class TopicWriter(RingWriter):
         """
         if drop:
             self._offer_to(slot, FREE)
-        skipped = self._take_back(slot, _DROPPED if drop else 0)
+        skipped = self._take_back(slot, _DROPPED if drop else 0, is_skip=True)
         self._words[SKIPPED_COUNT] += skipped
         return skipped
 
-    def _take_back(self, slot: int, flag: int = 0) -> int:
+    def _take_back(self, slot: int, flag: int = 0, *, is_skip: bool = False) -> int:
         words, memory = self._words, self._memory
         number = memoryview(self._joined).cast("Q")[slot]
         words[SKIP_TO + slot] = self._position | number % _NUMBERS << 1 | flag
@@ -169,7 +170,7 @@ class TopicWriter(RingWriter):
             if memory[at] != OFFERED:
                 continue
             if words[(HEADER_BYTES + offset >> 3) + POSITION_WORD] == claimed:
-                self._left[slot] = offset
+                self._left[slot] = offset, is_skip
             else:
                 memory[at] = FREE
                 taken_back += 1
@@ -178,7 +179,7 @@ class TopicWriter(RingWriter):
     def _look_at_left(self) -> None:
         """Free what was left to readers that claimed it, and that saw it taken back."""
         words, memory = self._words, self._memory
-        for slot, offset in list(self._left.items()):
+        for slot, (offset, is_skip) in list(self._left.items()):
             claimed = words[CLAIM + slot]
             fence.observe()
             at = _RELEASE + offset + slot
@@ -186,6 +187,7 @@ class TopicWriter(RingWriter):
                 if words[(HEADER_BYTES + offset >> 3) + POSITION_WORD] == claimed:
                     continue
                 memory[at] = FREE
+                words[SKIPPED_COUNT] += is_skip
             del self._left[slot]
 
     def asleep(self) -> int:
@@ -235,7 +237,7 @@ class TopicWriter(RingWriter):
         self._memory[at] = FREE
         if self._left:
             # Before another message may lie there.
-            self._left = {slot: left for slot, left in self._left.items() if left != offset}
+            self._left = {slot: left for slot, left in self._left.items() if left[0] != offset}
         return True
 
     def _settle_all(self) -> None:
