@@ -189,13 +189,28 @@ class MeteredOutgoing(Outgoing):
             meter.failed()
 
 
+def _counting(take: Callable[[Any], Taken | None]) -> Callable[[Any], Taken | None]:
+    """``take``, counting; a closure, since a call by an attribute would cost 0.03 us more. Costs 0.1 us itself."""
+
+    def counting(self: MeteredReader) -> Taken | None:
+        taken = take(self)
+        if taken is not None:
+            if self.turned:
+                self._begin_turn(taken[5])
+            self._received += 1
+            self._nbytes += len(taken[4])
+        return taken
+
+    return counting
+
+
 class MeteredReader(RingReader):
     """A RingReader that counts what it hands out, and times the first message of each turn for ``latency``."""
 
     # 25 ns a message less than without.
     __slots__ = ("_counters", "_latency", "_latency_ms", "_nbytes", "_received", "_timed", "turned")
 
-    _inner_take = RingReader.take
+    take = _counting(RingReader.take)
 
     def __init__(self, latency: Tally, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -207,16 +222,6 @@ class MeteredReader(RingReader):
         self._timed = 0
         self._latency_ms = 0.0
         self._counters = self._read_counters()
-
-    def take(self) -> Taken | None:
-        """As RingReader.take. Costs 0.1 us more."""
-        taken = self._inner_take()
-        if taken is not None:
-            if self.turned:
-                self._begin_turn(taken[5])
-            self._received += 1
-            self._nbytes += len(taken[4])
-        return taken
 
     def put_back(self, offset: int, deliveries: int) -> None:
         """As RingReader.put_back."""
@@ -259,7 +264,7 @@ class MeteredReader(RingReader):
 class MeteredTopicReader(MeteredReader, TopicReader):
     """The same of a topic."""
 
-    _inner_take = TopicReader.take
+    take = _counting(TopicReader.take)
 
     def _read_counters(self) -> tuple[int, ...]:
         return 0, self.expired, 0
