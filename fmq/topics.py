@@ -84,6 +84,8 @@ class PublisherBase(ProducerBase):
     def _disconnect(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path.socket)
+        # If it left its ring to readers of which none is left.
+        collect(self._path.rings)
         self._topic_lock.release()
 
     @property

@@ -79,7 +79,11 @@ def _collect_ring(name: str, discard: bool) -> list[Finding]:
             return []
         if segment.words[MAGIC] == TOPIC_MAGIC:
             if segment.has_readers():
-                return [Finding(name, segment.size, False, "its publisher is dead, but it has readers yet")]
+                segment.retire()
+                if _lost_its_readers(name):
+                    # The last one left while this process had the lock, and so could not remove it.
+                    return _collect_ring(name, discard)
+                return [Finding(name, size_of(name), False, "its publisher is dead, but it has readers yet")]
             return _remove_ring(name, "its publisher is dead, and all its readers are gone")
         try:
             records = RingReader(segment, epoch=0, peek=True).records()
@@ -95,6 +99,14 @@ def _collect_ring(name: str, discard: bool) -> list[Finding]:
         if found:
             reason = f"discarded, although {' and '.join(found)}"
         return _remove_ring(name, reason)
+    finally:
+        segment.retire()
+
+
+def _lost_its_readers(name: str) -> bool:
+    segment = Segment.attach(name, magic=TOPIC_MAGIC)
+    try:
+        return not segment.has_readers()
     finally:
         segment.retire()
 

@@ -30,6 +30,7 @@ from fmq import (
     wire,
 )
 from fmq.paths import TopicPath
+from shmq import Segment
 from shmq.layout import SLOTS
 from tests.queues import SMALL_RING, Place, Run, eventually, lies_in, place_fixture, runner_fixture
 
@@ -142,6 +143,32 @@ def test_what_a_publisher_leaves_is_read_and_then_removed_by_the_last_reader(pla
     assert [payload[0] for payload in found] == [0, 1, 2, 3, 4]
     assert all(np.array_equal(payload[1], ARRAY) for payload in found)
     slow.close()
+    assert place.topic_segments() == []
+
+
+def test_a_publisher_that_gives_up_leaves_no_ring_to_readers_that_are_gone(place: Place) -> None:
+    publisher, subscriber = place.publisher(), place.subscriber()
+    publisher.put("x")
+    subscriber.close()
+    publisher.give_up()
+    assert place.topic_segments() == []
+
+
+def test_a_ring_whose_last_reader_leaves_while_it_is_looked_at_is_removed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, subscriber = place.publisher(), place.subscriber()
+    publisher.put("x")
+    has_readers = Segment.has_readers
+
+    def leave_after(segment: Segment) -> bool:
+        found = has_readers(segment)
+        monkeypatch.undo()
+        subscriber.close()
+        return found
+
+    monkeypatch.setattr(Segment, "has_readers", leave_after)
+    publisher.give_up()
     assert place.topic_segments() == []
 
 
