@@ -1,4 +1,4 @@
-"""Which messages of a topic were offered to which reader, what became of them, and which promises that keeps or breaks."""
+"""Which messages of a topic were offered to which reader, and which promises that keeps or breaks."""
 
 from __future__ import annotations
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.simulation import schedule
+from tests.simulation import schedule, topic_schedule
 from tests.simulation.mutations import MUTATIONS, catch
 from tests.simulation.patches import simulated
+from tests.simulation.topic_mutations import TOPIC_MUTATIONS
+
+ALL_MUTATIONS = (*MUTATIONS, *TOPIC_MUTATIONS)
 
 _PROOF = 20_000
 """After how many schedules a mutation counts as not caught."""
@@ -24,28 +28,35 @@ class Report:
 
     outcome: schedule.Outcome = field(default_factory=schedule.Outcome)
     failures: list[str] = field(default_factory=list)
+    topic: bool = False
     mutation: int = -1
     caught: str = ""
     tries: int = 0
 
 
-def run_chunk(first: int, count: int) -> Report:
-    """Run the schedules of ``count`` seeds; a failure is run again with a trace."""
-    report = Report()
+def run_chunk(first: int, count: int, topic: bool) -> Report:
+    """Run the schedules of ``count`` seeds, of a queue or a topic; a failure is run again with a trace."""
+    report = Report(topic=topic)
+    run = runner(topic)
     with simulated():
         for seed in range(first, first + count):
             try:
-                report.outcome.add(schedule.run(seed))
+                report.outcome.add(run(seed))
             except schedule.Failure:
-                report.failures.append(_traced(seed, None))
+                report.failures.append(_traced(run, seed))
             if seed % 100 == 0:
                 gc.collect()
     return report
 
 
-def _traced(seed: int, focus: str | None) -> str:
+def runner(topic: bool) -> Callable[..., schedule.Outcome]:
+    """What runs the schedule of a seed."""
+    return topic_schedule.run if topic else schedule.run
+
+
+def _traced(run: Callable[..., schedule.Outcome], seed: int) -> str:
     try:
-        schedule.run(seed, focus=focus, traced=True)
+        run(seed, traced=True)
     except schedule.Failure as failure:
         return str(failure)
     return f"seed {seed} failed, and did not fail again with a trace: the simulation is not deterministic"
@@ -54,6 +65,6 @@ def _traced(seed: int, focus: str | None) -> str:
 def prove(index: int) -> Report:
     """Look for a schedule that catches a mutation."""
     with simulated():
-        failure, tries = catch(MUTATIONS[index], _PROOF)
+        failure, tries = catch(ALL_MUTATIONS[index], _PROOF)
     caught = "" if failure is None else _NOISE.sub("", failure.cause)
     return Report(mutation=index, caught=caught, tries=tries)
