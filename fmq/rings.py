@@ -113,12 +113,5 @@ def _create(path: QueuePath, ring_size: int, spill_limit: int, magic: int) -> Se
     check_ring_size(ring_size)
     if type(spill_limit) is not int or spill_limit < 0:
         raise SegmentError(f"a spill limit is a number of bytes from 0 on; this one is {spill_limit!r}")
-    for last in (False, False, True):
-        ring_id = secrets.token_bytes(16)
-        try:
-            return Segment.create(path.rings + ring_id[:8].hex(), ring_size, magic=magic, ring_id=ring_id)
-        except SegmentMissingError:
-            # Somebody who looked for orphans took it for one while it was made.
-            if last:
-                raise
-    raise AssertionError
+    ring_id = secrets.token_bytes(16)
+    return Segment.create(path.rings + ring_id[:8].hex(), ring_size, magic=magic, ring_id=ring_id)

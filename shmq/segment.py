@@ -73,8 +73,15 @@ class Segment:
         _check_name(name)
         size = layout.HEADER_BYTES + layout.align(payload_bytes, layout.PAGE)
         _check_space(name, size)
-        with no_fork:
-            return cls._create(name, size, payload_bytes, magic, ring_id)
+        for last in (False, False, True):
+            try:
+                with no_fork:
+                    return cls._create(name, size, payload_bytes, magic, ring_id)
+            except SegmentMissingError:
+                # Somebody who looked for orphans took it for one while it was made.
+                if last:
+                    raise
+        raise AssertionError
 
     @classmethod
     def _create(cls, name: str, size: int, payload_bytes: int, magic: int, ring_id: bytes) -> Segment:

@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,6 +116,27 @@ def test_a_name_under_which_another_process_is_making_a_segment_is_refused(make_
         assert os.path.exists(path(segment.MAKING + name))
     finally:
         os.unlink(path(segment.MAKING + name))
+
+
+@pytest.mark.parametrize("step", ["_open", "_lock"])
+def test_a_segment_that_is_taken_for_an_orphan_while_it_is_made_is_made_again(
+    make_name: MakeName, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    name = make_name()
+    whole = getattr(segment, step)
+    left = [segment.MAKING + name]
+
+    def after_a_look_for_orphans(argument: Any) -> Any:
+        if left:
+            segment.unlink(left.pop())
+        return whole(argument)
+
+    monkeypatch.setattr(segment, step, after_a_look_for_orphans)
+    made = Segment.create(name, SIZE)
+    assert left == []
+    assert made.is_linked()
+    segment.unlink(name)
+    made.close()
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
