@@ -25,6 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _MAX_SOCKET_PATH = 107
 _LOCK_TRIES = 20
 _LOCK_PAUSE = 0.01
+_MAKE_TRIES = 20
 
 
 class QueuePath:
@@ -237,14 +238,14 @@ def _check_name(kind: str, name: str) -> str:
 
 
 def _make_directory(directory: str) -> None:
-    for last in (False, False, True):
+    for left in reversed(range(_MAKE_TRIES)):
         try:
             with contextlib.suppress(FileExistsError):
                 os.makedirs(directory, mode=0o700)
             return
         except FileNotFoundError:
             # Somebody who left has removed the one above meanwhile, for it was empty.
-            if last:
+            if not left:
                 raise
 
 

@@ -128,6 +128,24 @@ def test_a_directory_that_cannot_be_made_is_a_typed_error() -> None:
         QueuePath("q", "n", "/proc/nothing").make_directory()
 
 
+def test_a_directory_whose_parent_is_tidied_away_while_it_is_made_is_made_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, tidied = os.mkdir, []
+
+    def after_another_has_left(path: str, mode: int = 0o777) -> None:
+        if path == place.path.directory and not tidied:
+            tidied.append(path)
+            place.path.tidy()
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", after_another_has_left)
+    place.path.make_directory()
+    assert tidied
+    assert os.path.isdir(place.path.directory)
+    place.path.tidy()
+
+
 def test_tidying_removes_empty_directories_and_nothing_else(place: Place) -> None:
     path = place.path
     path.make_directory()
