@@ -8,6 +8,7 @@ import signal
 import struct
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -71,10 +72,11 @@ def consume(connection: Connection, place: Place) -> None:
             drain(consumer)
 
 
-def put_and_end(place: Place, count: int, ending: str) -> None:
-    """Put and end at once: by returning, by closing first, or by ``os._exit`` after a flush."""
+def put_and_end(go_on: Event, place: Place, count: int, ending: str) -> None:
+    """Put, and end when it is told to: by returning, by closing first, or by ``os._exit`` after a flush."""
     metrics = QueueMetrics()
     producer = Producer(place.queue, ring_size=SMALL_RING, metrics=metrics, **place.where)
+    assert go_on.wait(DEADLINE_S)
     for _ in range(count):
         producer.put(b"x" * 10)
     if ending == "close":
@@ -85,17 +87,20 @@ def put_and_end(place: Place, count: int, ending: str) -> None:
 
 
 def lead(connection: Connection, place: Place, method: str) -> None:
-    """A server that has put something itself when its workers are made; counts on when they have ended."""
+    """A server that puts something itself before its workers are made, while they live, and when they have ended."""
     producer = Producer(place.queue, ring_size=SMALL_RING, metrics=QueueMetrics(), **place.where)
     producer.put_many([b"x" * 10] * 5)
-    connection.send("put")
-    connection.recv()
     # Else it may have no workers.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     context = multiprocessing.get_context(method)
-    workers = [context.Process(target=put_and_end, args=(place, 10, ending)) for ending in ("return", "close", "flush")]
+    go_on = context.Event()
+    workers = [
+        context.Process(target=put_and_end, args=(go_on, place, 10, ending)) for ending in ("return", "close", "flush")
+    ]
     for worker in workers:
         worker.start()
+    producer.put_many([b"x" * 10] * 5)
+    go_on.set()
     for worker in workers:
         worker.join()
     producer.put_many([b"x" * 10] * 5)
@@ -125,7 +130,7 @@ def test_counts_of_all_workers_add_up_and_those_of_one_that_was_killed_stay(
         assert 60 * 1000 < nbytes < 60 * 1100
         assert value("fastdeploy:zmq:msg_bytes_recv_total") == nbytes
         assert value("fastdeploy:zmq:latency_count") == value("fastdeploy:zmq:latency_bucket", le="+Inf") == 60
-        assert value("shmq_ring_bytes") == 3 * SMALL_RING
+        eventually(lambda: value("shmq_ring_bytes") == 3 * SMALL_RING, "the rings of all are there")
 
         os.kill(workers[2].pid, signal.SIGKILL)
         workers[2].join()
@@ -160,16 +165,15 @@ def test_counts_of_all_workers_add_up_and_those_of_one_that_was_killed_stay(
 def test_workers_that_end_at_once_and_forked_ones_count_what_is_theirs_and_nothing_twice(
     place: Place, value: Value, method: str
 ) -> None:
+    # So that the directory is not removed by one who ends while another begins.
+    place.consumer()
     with Child(lead, place, method, method="spawn") as server:
-        assert server.hear() == "put"
-        eventually(lambda: value("fastdeploy:zmq:msg_send_total") == 5, "the server's own are counted")
-        server.tell("go on")
         assert server.hear() == [0, 0, 0]
         eventually(
-            lambda: value("fastdeploy:zmq:msg_send_total") == 40, "the server's own and the workers' are counted"
+            lambda: value("fastdeploy:zmq:msg_send_total") == 45, "the server's own and the workers' are counted"
         )
-        assert value("fastdeploy:zmq:msg_bytes_send_total") == 400
+        assert value("fastdeploy:zmq:msg_bytes_send_total") == 450
         server.tell("end")
         assert server.join() == 0
-    assert value("fastdeploy:zmq:msg_send_total") == 40
-    assert value("shmq_doorbells_saved_total") == 40
+    assert value("fastdeploy:zmq:msg_send_total") == 45
+    assert value("shmq_doorbells_saved_total") == 45
