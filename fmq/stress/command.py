@@ -142,11 +142,23 @@ def _seconds(text: str) -> float | None:
 def _check_files(*files: Path | None) -> None:
     """Raise PlanError now, and not after the run, if a report can't be written."""
     for file in files:
-        if file is not None and not file.absolute().parent.is_dir():
-            raise PlanError(f"{file} can't be written: there is no directory {file.absolute().parent}")
+        if file is not None:
+            _check_file(file)
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise PlanError(f"{' and '.join(missing)} are needed; install them with pip install 'shmq[stress]'")
+
+
+def _check_file(file: Path) -> None:
+    if not file.absolute().parent.is_dir():
+        raise PlanError(f"{file} can't be written: there is no directory {file.absolute().parent}")
+    was_there = file.exists()
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise PlanError(f"{file} can't be written: {error.strerror}") from None
+    if not was_there:
+        file.unlink()
 
 
 def _run(plan: Plan, json: Path | None, html: Path | None, plain: bool) -> bool:
@@ -163,8 +175,18 @@ def _run(plan: Plan, json: Path | None, html: Path | None, plain: bool) -> bool:
     with (live.Panel if console.is_terminal else live.Lines)(console) as view:
         result = run(plan, view)
     report.show(console, result)
+    written = True
     if json is not None:
-        json.write_bytes(report.to_json(result) + b"\n")
+        written &= _write(json, report.to_json(result) + b"\n")
     if html is not None:
-        html.write_text(to_html(result))
-    return result.good
+        written &= _write(html, to_html(result).encode())
+    return result.good and written
+
+
+def _write(file: Path, content: bytes) -> bool:
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        print(f"shmq stress: {file} can't be written: {error.strerror}", file=sys.stderr)
+        return False
+    return True

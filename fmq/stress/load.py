@@ -1,8 +1,8 @@
 """What the messages are: every byte follows from the seed, the producer and the number of the message.
 
-A message is one of ``KINDS`` kinds, each a slice of one pool of random bytes; which one, its number says. So making it
-costs nothing, and the checksum that it must have is known beforehand. The checksum is xxh3 (package ``xxhash``), which
-reads the view alone: 24 GB/s at 1 MiB where a comparison with the pool, which reads both, reached 14.
+A message is one of up to ``KINDS`` kinds, each a slice of one pool of random bytes; which one, its number says. So
+making it costs nothing, and the checksum that it must have is known beforehand. That is xxh3 (package ``xxhash``),
+which reads the view alone: 24 GB/s at 1 MiB where a comparison with the pool, which reads both, reached 14.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from fmq.stress.plan import Plan
 
 KINDS = 512
+_FEWEST_KINDS = 16
+_KINDS_BYTES = 16 * 1024**3
+"""Fewer kinds, where that many would take longer than a few seconds to make a checksum of."""
 HEADER = struct.Struct("<HHIQQ")
 """magic, producer, life, number, when the put began (CLOCK_MONOTONIC, ns)"""
 MAGIC = 0x5354
@@ -36,7 +39,11 @@ class Content:
     def __init__(self, plan: Plan) -> None:
         generator = np.random.default_rng(plan.seed)
         sizes = plan.sizes.draw(generator, KINDS)
-        offsets = generator.permutation(KINDS) * _STEP
+        self._count = KINDS
+        if (total := int(sizes.sum())) > _KINDS_BYTES:
+            self._count = max(_FEWEST_KINDS, KINDS * _KINDS_BYTES // total)
+            sizes = plan.sizes.draw(generator, self._count)
+        offsets = generator.permutation(self._count) * _STEP
         self._pool: NDArray[np.uint8] = generator.integers(0, 256, plan.sizes.high + KINDS * _STEP, np.uint8)
         self._pool.setflags(write=False)
         self.nbytes: list[int] = sizes.tolist()
@@ -46,9 +53,9 @@ class Content:
         self._blobs = [part.tobytes() if part.nbytes < BLOB_BYTES else b"" for part in self._slices]
         self._digests = [xxhash.xxh3_64_intdigest(part.data) for part in self._slices] if plan.checksums else []
         low, high = (round(seconds * 1e9) for seconds in plan.hold)
-        self._holds: list[int] = generator.integers(low, high, KINDS, np.int64, endpoint=True).tolist()
+        self._holds: list[int] = generator.integers(low, high, self._count, np.int64, endpoint=True).tolist()
         self._loans: list[bool] = (
-            generator.random(KINDS) < {"copy": 0.0, "loan": 2.0, "mixed": 0.5}[plan.transfer]
+            generator.random(self._count) < {"copy": 0.0, "loan": 2.0, "mixed": 0.5}[plan.transfer]
         ).tolist()
         self._seed = plan.seed
 
@@ -57,7 +64,7 @@ class Content:
         # The finalizer of splitmix64 (Steele, Lea, Flood 2014), over a mixture of the three.
         word = (number * 0x9E3779B97F4A7C15 + producer * 0xD1B54A32D192ED03 + self._seed) & _MASK
         word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-        return (word ^ word >> 27) % KINDS
+        return (word ^ word >> 27) % self._count
 
     def array(self, kind: int) -> NDArray[np.uint8] | None:
         """The slice of a kind that goes as an array, or None."""

@@ -70,7 +70,7 @@ def headlines(result: Result) -> list[str]:
         f"{plan.preset}, seed {plan.seed}: {', '.join(ends)}, payloads {plan.sizes}, "
         f"rings of {bytes_text(plan.ring_size)}, {plan.transfer}, {'asyncio' if plan.asyncio else 'blocking'}, "
         f"checksums {'on' if plan.checksums else 'off'}",
-        f"{total.delivered:,} messages and {total.nbytes / 1e9:,.2f} GB{together} in {seconds:.1f} s: "
+        f"{_count(total.delivered, 'message')} and {total.nbytes / 1e9:,.2f} GB{together} in {seconds:.1f} s: "
         f"{total.nbytes / seconds / 1e9:.3g} GB/s, {total.delivered / seconds:,.0f} messages/s",
         f"latency, put begun to message taken: {percentiles(result.latencies)}",
     ]
@@ -81,7 +81,9 @@ def headlines(result: Result) -> list[str]:
         lines.append(f"lives: {', '.join(lives)}")
     if result.recovery.total():
         lines.append(f"consumer restarted to first redelivered message: {percentiles(result.recovery)}")
-    if result.interrupted:
+    if result.cut_short:
+        lines.append("stopped at once: what was on its way, and what was left, could not be judged")
+    elif result.interrupted:
         lines.append("stopped before its end, in order: all of this is about what ran until then")
     return lines
 
@@ -164,6 +166,7 @@ def to_json(result: Result) -> bytes:
         "plan": {**msgspec.to_builtins(result.plan), "sizes": str(result.plan.sizes)},
         "seconds": result.seconds,
         "interrupted": result.interrupted,
+        "cut_short": result.cut_short,
         "throughput": {
             "messages_per_second": result.total.delivered / max(result.seconds, 1e-9),
             "bytes_per_second": result.total.nbytes / max(result.seconds, 1e-9),
@@ -229,11 +232,11 @@ def _figures(account: Account, fields: dict[str, str]) -> list[str]:
 
 def _show_tables(console: Console, result: Result) -> None:
     table = Table(title="books", title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
-    table.add_column("")
+    table.add_column("" if result.readers else "producer")
     for column in columns(result):
         table.add_column(column.replace(" ", "\n"), justify="right", vertical="bottom")
     for name, figures in rows(result):
-        table.add_row(name, *figures, style="bold" if name == "all" else "")
+        table.add_row(name.removeprefix("producer "), *figures, style="bold" if name == "all" else "")
     console.print(table)
     console.print()
     table = Table(title="checks", title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))

@@ -37,6 +37,7 @@ class Result(msgspec.Struct):
     actions: dict[str, int]
     lives: dict[str, int]
     interrupted: bool
+    cut_short: bool
 
     @property
     def good(self) -> bool:

@@ -140,6 +140,14 @@ def test_messages_come_in_many_kinds_as_blobs_and_as_arrays(content: Content) ->
     assert all(len(payload) < BLOB_BYTES + HEADER.size for payload in payloads if isinstance(payload, bytes))
 
 
+def test_huge_messages_come_in_fewer_kinds_so_that_a_run_begins_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fmq.stress.load._KINDS_BYTES", 100 * MIB)
+    plan = Plan(seed=4, sizes=Sizes.parse("1MiB"))
+    content = Content(plan)
+    assert len({content.kind(0, number) for number in range(10_000)}) == 100
+    content.check(0, 7, open_payload(message(content, 0, 7))[4])
+
+
 @pytest.mark.parametrize("at", [0, -1])
 def test_one_bit_that_differs_is_noticed_and_its_place_is_told(content: Content, at: int) -> None:
     body = np.frombuffer(open_payload(message(content, 0, 3))[4], np.uint8).copy()

@@ -314,6 +314,20 @@ def test_an_interrupt_ends_it_in_order_with_the_report_so_far(number: int) -> No
     assert "Every check held." in out
 
 
+def test_a_second_interrupt_ends_it_at_once_and_nothing_that_this_left_is_a_failure(nothing_left: Path) -> None:
+    with start("soak", *SMALL, "--sizes", "256KiB", "--hold", "60", "--held", "4") as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert "ring fill" in lines[1]
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, err) == (0, "")
+    assert "stopped at once: what was on its way" in out
+    assert not names("shmq:shmq-stress-")
+
+
 def test_a_supervisor_that_is_killed_leaves_no_process_segment_or_file(nothing_left: Path) -> None:
     with start("soak", *SMALL) as process:
         assert process.stdout is not None
@@ -364,6 +378,7 @@ def test_a_launcher_that_is_killed_is_an_error_and_leaves_nothing(nothing_left: 
         (["--kills", "3"], "there are none without --chaos kill"),
         (["--transfer", "fax"], "--transfer takes one of copy, loan, mixed"),
         (["--json", "/nonexistent/r.json"], "there is no directory /nonexistent"),
+        (["--html", "/tmp"], "/tmp can't be written: Is a directory"),
         (["--fault", "gremlin"], "--fault takes one of"),
     ],
 )
