@@ -40,7 +40,7 @@ def gc(
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def stress(context: typer.Context) -> None:
-    """Stress-test the queue on this host: real processes, real deaths, every message checked (--help says more)."""
+    """Stress-test queues or a topic: real processes, real deaths, every message checked (--help says more)."""
     from fmq.stress.command import app as program
 
     program(context.args, prog_name="shmq stress")

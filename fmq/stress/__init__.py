@@ -1,4 +1,4 @@
-"""The stress test of the queue, ``shmq stress``: real processes, real deaths, every message checked from end to end.
+"""The stress test of queues and topics, ``shmq stress``: real processes, real deaths, every message checked.
 
 To run it from Python::
 
