@@ -448,24 +448,32 @@ def test_a_stopped_consumer_goes_on_where_it_was() -> None:
         producer.close()
 
 
+def put_and_flush(connection: Connection, endpoint: str, count: int) -> None:
+    producer = RemoteProducer(endpoint)
+    producer.put_many(map(numbered, range(count)))
+    producer.flush(timeout=DEADLINE_S)
+    connection.send(producer.producer)
+    connection.recv()
+
+
 kept: RemoteProducer | None = None
 
 
-def put_and(connection: Connection, endpoint: str, count: int, ending: str) -> None:
+def put_and_exit(connection: Connection, endpoint: str) -> None:
+    """Put a message and see it done; put five more while nobody is there; end without a close."""
     global kept
-    kept = producer = RemoteProducer(endpoint)
-    producer.put_many(map(numbered, range(count)))
-    if ending == "flush":
-        producer.flush(timeout=DEADLINE_S)
-    connection.send(producer.producer)
-    if ending == "flush":
-        connection.recv()
-    # Else a normal exit, without close.
+    kept = RemoteProducer(endpoint)
+    kept.put(numbered(0))
+    kept.flush(timeout=DEADLINE_S)
+    connection.send("done")
+    connection.recv()
+    kept.put_many(map(numbered, range(1, 6)))
+    connection.send("put")
 
 
 def test_producers_come_and_go(consumer: RemoteConsumer) -> None:
     for _ in range(3):
-        with Child(put_and, consumer.endpoint, 5, "flush") as child:
+        with Child(put_and_flush, consumer.endpoint, 5) as child:
             for number in range(5):
                 with get(consumer) as message:
                     assert message.payload["n"] == number
@@ -475,12 +483,21 @@ def test_producers_come_and_go(consumer: RemoteConsumer) -> None:
     assert not consumer._protocol.held()
 
 
-def test_a_producer_that_ends_without_close_waits_for_what_it_put(consumer: RemoteConsumer) -> None:
-    with Child(put_and, consumer.endpoint, 5, "exit", method="spawn") as child:
-        for number in range(5):
-            with get(consumer) as message:
-                assert message.payload["n"] == number
-        assert child.join() == 0
+def test_a_producer_that_ends_without_close_waits_for_what_it_put() -> None:
+    endpoint = free_endpoint()
+    with Child(put_and_exit, endpoint, method="spawn") as child:
+        with RemoteConsumer(endpoint) as consumer, get(consumer) as message:
+            assert message.payload["n"] == 0
+            message.release()
+            child.hear()
+        child.tell("go on")
+        child.hear()
+        # All is sent while the interpreter ends.
+        with RemoteConsumer(endpoint) as successor:
+            for number in range(1, 6):
+                with get(successor) as message:
+                    assert message.payload["n"] == number
+            assert child.join() == 0
 
 
 def test_what_a_closed_consumer_held_goes_to_the_next_one() -> None:
