@@ -26,7 +26,8 @@ from tests.simulation import schedule
 @dataclass(frozen=True, slots=True)
 class Mutation:
     """``changes``: (class, method, what is there, what comes instead). ``weak``: needs the weak memory model, or the
-    other if False. ``focus``: see ``schedule.FOCUSES``. ``run``: what runs the schedule of a seed.
+    other if False. ``focus``: see ``schedule.FOCUSES``. ``run``: what runs the schedule of a seed. ``rare``: it takes
+    tens of thousands of schedules to notice, more than the tests have time for; see ``__main__``.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Mutation:
     changes: tuple[tuple[type, str, str, str], ...]
     weak: bool | None = None
     focus: str = "all"
+    rare: bool = False
     run: Callable[..., schedule.Outcome] = schedule.run
 
     @contextlib.contextmanager
@@ -303,6 +305,7 @@ MUTATIONS = (
         ((RingWriter, "_invalidate", "why.\n    fence.publish()", "why."),),
         weak=True,
         focus="lag",
+        rare=True,
     ),
     Mutation(
         "tail moved late",

@@ -15,6 +15,7 @@ from tests.simulation.topic_mutations import TOPIC_MUTATIONS
 ALL_MUTATIONS = (*MUTATIONS, *TOPIC_MUTATIONS)
 
 _PROOF = 20_000
+_RARE_PROOF = 100_000
 """After how many schedules a mutation counts as not caught."""
 
 
@@ -64,7 +65,8 @@ def _traced(run: Callable[..., schedule.Outcome], seed: int) -> str:
 
 def prove(index: int) -> Report:
     """Look for a schedule that catches a mutation."""
+    mutation = ALL_MUTATIONS[index]
     with simulated():
-        failure, tries = catch(ALL_MUTATIONS[index], _PROOF)
+        failure, tries = catch(mutation, _RARE_PROOF if mutation.rare else _PROOF)
     caught = "" if failure is None else _NOISE.sub("", failure.cause)
     return Report(mutation=index, caught=caught, tries=tries)
