@@ -298,8 +298,9 @@ def test_a_process_that_is_interrupted_thousands_of_times_goes_on(place: Place) 
     interrupted = 0
     newest = -1
     message = None
-    deadline = time.monotonic() + 3
-    while time.monotonic() < deadline:
+    begun = time.monotonic()
+    # On a busy machine it takes longer.
+    while (now := time.monotonic()) < begun + 3 or (interrupted <= 200 and now < begun + 60):
         try:
             armed = True
             producer.put({"a": array}, timeout=5)
