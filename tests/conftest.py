@@ -7,9 +7,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 
 from shmq import RingReader, RingWriter, Segment, segment
+
+# A run that fails by chance says little; `make fuzz` and `make simulate` are for new cases.
+hypothesis.settings.register_profile("the same each time", derandomize=True)
+hypothesis.settings.load_profile("the same each time")
 
 MINE = f"shmq-test-{os.getpid()}-"
 Ring = tuple[RingWriter, RingReader]

@@ -43,6 +43,11 @@ def numpy_dtypes() -> st.SearchStrategy[np.dtype[Any]]:
     )
 
 
+def is_surrogate(character: str) -> bool:
+    """Whether this is no character by itself; a str with one is refused."""
+    return "\ud800" <= character <= "\udfff"
+
+
 @st.composite
 def whole_arrays(draw: st.DrawFn) -> NDArray[Any]:
     """Of any bits, so that every NaN and every out-of-range string is among them, but for invalid code points."""
@@ -84,7 +89,10 @@ leaves = st.one_of(
     (st.binary() | long_bytes).map(bytearray),
     (st.binary() | long_bytes).map(memoryview),
     arrays(),
-    arrays().filter(lambda array: array.size and array.dtype.kind != "V").map(lambda array: array.reshape(-1)[0]),
+    arrays()
+    .filter(lambda array: array.size and array.dtype.kind != "V")
+    .map(lambda array: array.reshape(-1)[0])
+    .filter(lambda scalar: not (isinstance(scalar, str) and any(map(is_surrogate, scalar)))),
     st.lists(ints, min_size=1),
 )
 trees = st.recursive(
