@@ -377,7 +377,7 @@ def test_a_launcher_that_is_killed_is_an_error_and_leaves_nothing(nothing_left: 
         (["--chaos", "kill,earthquake"], "it does not know 'earthquake'"),
         (["--kills", "3"], "there are none without --chaos kill"),
         (["--transfer", "fax"], "--transfer takes one of copy, loan, mixed"),
-        (["--json", "/nonexistent/r.json"], "there is no directory /nonexistent"),
+        (["--json", "/proc/none/r.json"], "there is no directory /proc/none"),
         (["--html", "/tmp"], "/tmp can't be written: Is a directory"),
         (["--fault", "gremlin"], "--fault takes one of"),
     ],
