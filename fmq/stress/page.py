@@ -34,6 +34,8 @@ ACTS = {
 _WIDTH, _HEIGHT = 10.0, 3.1
 _MOST_POINTS = 240
 """Of a curve with another one over it."""
+_FEWEST_SAMPLES = 3
+"""With less a run was too short for pictures of its course, which would be empty."""
 _HEADROOM = 1.35
 """Room above a curve for the marks of chaos."""
 _STYLE: dict[Any, Any] = {
@@ -88,6 +90,8 @@ def to_html(result: Result) -> str:
                 _resources,
             ),
         ]
+        if len(result.samples) < _FEWEST_SAMPLES:
+            pictures = [picture for picture in pictures if picture[2] is _latency]
         sections = "".join(
             f"<section><h2>{title}</h2>{_svg(draw, result)}<p class='note'>{note}</p></section>"
             for title, note, draw in pictures
