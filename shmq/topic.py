@@ -368,6 +368,10 @@ class TopicReader(RingReader):
         # Not in the ring, where other readers count too.
         self.expired += 1
 
+    def pending(self) -> int:
+        """How many messages this reader holds; what it was not offered itself a dead publisher can't take back."""
+        return sum(record.state not in (FREE, OFFERED) for record in self.records())
+
     def sleep(self, number: int) -> None:
         """As RingReader.sleep."""
         self._words[SLOT_ASLEEP + self._slot] = number

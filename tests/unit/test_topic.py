@@ -249,6 +249,18 @@ def test_what_a_reader_held_that_was_skipped_and_died_is_freed_by_who_gets_its_s
     assert writer.unfinished() == 0
 
 
+def test_what_a_dead_publisher_had_not_taken_back_from_a_dead_reader_is_not_pending(ring: Ring) -> None:
+    writer, join = ring
+    dead = join()
+    post(writer, b"a")
+    dead.segment.retire()
+    heir = join()
+    assert heir.slot == dead.slot
+    writer.segment.retire()
+    assert heir.take() is None
+    assert heir.pending() == 0
+
+
 def test_a_thousand_readers_may_come_and_go_while_the_publisher_does_nothing(ring: Ring) -> None:
     writer, join = ring
     for _ in range(1000):
