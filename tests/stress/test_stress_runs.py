@@ -259,12 +259,14 @@ def test_a_short_run_of_all_chaos_holds_every_check_of_a_topic(options: list[str
     assert document["lives"]["reader"] > 4
     total = document["books"]["all"]
     assert total["put"] + total["doubtful"] == total["delivered"] + total["skipped"]
-    assert bool(total["skipped"]) == (options[1] != "block")
+    # What else skips depends on who is slow for how long.
+    assert options[1] != "block" or total["skipped"] == 0
 
 
-def test_readers_that_are_slow_are_skipped_as_often_as_the_ring_says() -> None:
+@pytest.mark.parametrize("policy", ["skip", "drop"])
+def test_readers_that_are_slow_are_skipped_as_often_as_the_ring_says(policy: str) -> None:
     slow = ["--chaos", "slow,hold", "--chaos-interval", "0.1", "--duration", "3"]
-    code, out, _ = stress("chaos", *SMALL, *slow, "--readers", "2", "--policy", "skip")
+    code, out, _ = stress("chaos", *SMALL, *slow, "--readers", "2", "--policy", policy)
     assert code == 0, out
     assert int(row(out, "all")["skipped"].replace(",", "")) > 0
 
