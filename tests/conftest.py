@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,9 @@ from shmq import RingReader, RingWriter, Segment, segment
 # A run that fails by chance says little; `make fuzz` and `make simulate` are for new cases.
 hypothesis.settings.register_profile("the same each time", derandomize=True)
 hypothesis.settings.load_profile("the same each time")
+
+# A shell that starts the tests in its background has SIGINT ignored, in every process of theirs as well.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MINE = f"shmq-test-{os.getpid()}-"
 Ring = tuple[RingWriter, RingReader]
