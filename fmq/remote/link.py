@@ -377,6 +377,8 @@ class ConsumerLink(Link):
         self.dropped: set[object] = set()
         """What has to live until the last array of a message that was dropped is gone."""
         self._beat_at = 0.0
+        self._misfits = 0
+        """Messages since the last beat that were none of fmq's."""
         self._router: zmq.Socket[bytes]
         self._gate: zmq.Socket[bytes] | None = None
         super().__init__(endpoint, keys)
@@ -429,6 +431,9 @@ class ConsumerLink(Link):
         everybody = now >= self._beat_at
         if everybody:
             self._beat_at = now + BEAT_SECONDS
+            if self._misfits > 1:
+                logger.warning("%s: %d more messages were passed over", self.endpoint, self._misfits - 1)
+            self._misfits = 0
         self._acknowledge(everybody)
 
     def _receive(self) -> None:
@@ -442,7 +447,10 @@ class ConsumerLink(Link):
                     answer = self._protocol.receive(address, frames, time.monotonic_ns())
                     news = len(self._protocol) > 0
             except ProtocolError as error:
-                logger.warning("%s: a producer is passed over: %s", self.endpoint, error)
+                # One a beat: whoever can connect must not be able to fill the log.
+                self._misfits += 1
+                if self._misfits == 1:
+                    logger.warning("%s: a message is passed over: %s", self.endpoint, error)
                 continue
             if answer is not None:
                 self._send(address, answer)

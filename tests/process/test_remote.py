@@ -744,7 +744,10 @@ def test_random_bytes_do_no_harm(producer: RemoteProducer, consumer: RemoteConsu
     assert get(consumer).payload == "still there"
 
 
-def test_random_messages_do_no_harm(producer: RemoteProducer, consumer: RemoteConsumer) -> None:
+def test_random_messages_do_no_harm_and_do_not_fill_the_log(
+    producer: RemoteProducer, consumer: RemoteConsumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = time.monotonic()
     chance = random.Random(4)
     encode = msgspec.msgpack.encode
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -773,6 +776,9 @@ def test_random_messages_do_no_harm(producer: RemoteProducer, consumer: RemoteCo
         except DecodeError:
             found.append("damaged")
     assert "still there" in found
+    # One a second, and how many more there were.
+    eventually(lambda: "more messages were passed over" in caplog.text, "the others were counted")
+    assert 1 <= caplog.text.count("a message is passed over") <= time.monotonic() - begun + 2
     assert found.count("damaged") > 5
 
 
