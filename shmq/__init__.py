@@ -1,5 +1,6 @@
 """The ring in shared memory: one writer, views instead of copies, nothing lost when a process dies."""
 
+from shmq.board import Board
 from shmq.errors import (
     CorruptRecordError,
     ForeignSegmentError,
@@ -22,6 +23,7 @@ from shmq.topic import TopicReader, TopicWriter, claim_slot
 from shmq.writer import Payload, RingWriter
 
 __all__ = [
+    "Board",
     "CorruptRecordError",
     "Finding",
     "ForeignSegmentError",

@@ -76,6 +76,7 @@ to 64) the buffers that are kept in the record itself::
                 length in bytes
 
 A spill segment has the same identity (another magic, the generation where ``head`` is) and holds one payload at 4096.
+A *board* has the same identity (a third magic), and words from 4096 on that its owner stores.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ PAGE = 4096
 RING_MAGIC = int.from_bytes(b"SHMQRING", "little")
 SPILL_MAGIC = int.from_bytes(b"SHMQSPIL", "little")
 TOPIC_MAGIC = int.from_bytes(b"SHMQTOPI", "little")
+BOARD_MAGIC = int.from_bytes(b"SHMQBOAR", "little")
 VERSION = 1
 
 HEADER_BYTES = PAGE

@@ -13,7 +13,7 @@ from shmq.errors import (
     ShmqError,
     TruncatedSegmentError,
 )
-from shmq.layout import DONE, MAGIC, SET_ASIDE, SPILL_MAGIC, TOPIC_MAGIC
+from shmq.layout import BOARD_MAGIC, DONE, MAGIC, RING_MAGIC, SET_ASIDE, SPILL_MAGIC, TOPIC_MAGIC
 from shmq.reader import RingReader
 from shmq.segment import MAKING, Segment, is_owned, names, size_of, unlink
 
@@ -77,6 +77,8 @@ def _collect_ring(name: str, discard: bool) -> list[Finding]:
         # Taken while we look: a consumer that starts now finds it owned, and comes back to it.
         if not segment.adopt():
             return []
+        if segment.words[MAGIC] == BOARD_MAGIC:
+            return [_remove(name, "its owner is dead")]
         if segment.words[MAGIC] == TOPIC_MAGIC:
             if segment.has_readers():
                 segment.retire()
@@ -112,13 +114,14 @@ def _lost_its_readers(name: str) -> bool:
 
 
 def _attach(name: str) -> Segment:
-    try:
-        return Segment.attach(name)
-    except ForeignSegmentError as error:
+    foreign = None
+    for magic in (RING_MAGIC, TOPIC_MAGIC, BOARD_MAGIC):
         try:
-            return Segment.attach(name, magic=TOPIC_MAGIC)
-        except ForeignSegmentError:
-            raise error from None
+            return Segment.attach(name, magic=magic)
+        except ForeignSegmentError as error:
+            foreign = foreign or error
+    assert foreign is not None
+    raise foreign
 
 
 def _remove_ring(name: str, reason: str) -> list[Finding]:

@@ -44,7 +44,12 @@ _LIMITS = {
     errno.ENFILE: "the host has no descriptor left (fs.file-max)",
     errno.ENOMEM: "this process has reached its limit of address space (ulimit -v) or of mappings (vm.max_map_count)",
 }
-_KINDS = {layout.RING_MAGIC: "ring", layout.SPILL_MAGIC: "spill segment", layout.TOPIC_MAGIC: "topic's ring"}
+_KINDS = {
+    layout.RING_MAGIC: "ring",
+    layout.SPILL_MAGIC: "spill segment",
+    layout.TOPIC_MAGIC: "topic's ring",
+    layout.BOARD_MAGIC: "board",
+}
 
 
 class Segment:
