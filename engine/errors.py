@@ -7,8 +7,20 @@ class EngineError(Exception):
     """The root of all errors of engine."""
 
 
+class AdapterError(EngineError):
+    """The sockets of an adapter can't be had."""
+
+
+class HandlerNameError(EngineError, ValueError):
+    """There is no handler of this name, or it can't be made."""
+
+
 class PlaceError(EngineError):
     """Tensors can't be had there: Paddle is not installed, or not for that place."""
+
+
+class SchedulerError(EngineError):
+    """A scheduler can run no more requests."""
 
 
 class TensorError(EngineError, TypeError):

@@ -15,8 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from api.load import Report
-from api.report import merge, table
+from examples.report import Report, merge, table
 from fmq.paths import QueuePath
 from shmq.segment import names
 
@@ -29,7 +28,7 @@ class Worker:
     """One API worker process, and what it has told so far."""
 
     def __init__(self, requests: int, window: int, environment: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "api", "--json", "--queue", QUEUE]
+        command = [sys.executable, "-m", "examples.load", "--json", "--queue", QUEUE]
         command += ["--requests", str(requests), "--window", str(window)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
         self.answered = 0
@@ -65,7 +64,10 @@ def main(
     environment = {**os.environ, "FMQ_NAMESPACE": namespace}
     started = time.monotonic()
     engine = subprocess.Popen(
-        [sys.executable, "-m", "engine", "--queue", QUEUE], stdout=subprocess.PIPE, env=environment, text=True
+        [sys.executable, "-m", "engine", "--queue", QUEUE, "--handler", "patch-stats"],
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
     )
     crew = []
     try:

@@ -32,7 +32,11 @@ def run(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedPro
 
 def start_engine(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
     engine = subprocess.Popen(
-        [sys.executable, "-m", "engine", *arguments], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+        [sys.executable, "-m", "engine", "--handler", "patch-stats", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=ROOT,
     )
     assert engine.stdout is not None
     assert "serving" in engine.stdout.readline()
@@ -48,7 +52,11 @@ def test_the_demo_ends_with_nothing_lost_and_nothing_left(environment: dict[str,
 
 def test_both_sides_started_by_hand_in_either_order(environment: dict[str, str]) -> None:
     worker = subprocess.Popen(
-        [sys.executable, "-m", "api", "--requests", "20"], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+        [sys.executable, "-m", "examples.load", "--requests", "20"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=ROOT,
     )
     engine = start_engine(environment)
     said = worker.communicate(timeout=PATIENCE)[0]
@@ -74,7 +82,7 @@ def test_a_second_engine_is_refused_with_the_pid_of_the_first(environment: dict[
 def test_an_engine_that_is_killed_under_load_is_replaced_and_no_request_is_lost(environment: dict[str, str]) -> None:
     engine = start_engine(environment)
     worker = subprocess.Popen(
-        [sys.executable, "-m", "api", "--json", "--requests", "300", "--window", "6"],
+        [sys.executable, "-m", "examples.load", "--json", "--requests", "300", "--window", "6"],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,

@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.serve import REPLY_RING_SIZE
 from fmq import (
     ClosedError,
     Consumer,
@@ -385,7 +384,7 @@ def test_an_engine_removes_the_rings_that_killed_engines_left_to_queues_of_the_d
     environment = os.environ | {"FMQ_RUNTIME_DIR": str(place.where["runtime_dir"])}
     code = (
         "import os, signal; from fmq import Producer; "
-        f"producer = Producer('r.reply.1', namespace={namespace!r}, ring_size={REPLY_RING_SIZE}); "
+        f"producer = Producer('r.reply.1', namespace={namespace!r}, ring_size=1048576); "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)

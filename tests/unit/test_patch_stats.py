@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from api import make_request
-from api.patch_check import compare_stats, expected_stats
 from engine import to_paddle
-from engine.patch_stats import ROWS, patch_stats
+from engine.handlers.patch_stats import ROWS, patch_stats
+from examples.patch_check import compare_stats, expected_stats
 
 pytest.importorskip("paddle")
 

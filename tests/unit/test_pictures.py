@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from api import PictureError, ernie_patches, make_request, qwen_patches, sample_pictures
-from api.patch_check import compare_stats, expected_stats
 from api.pictures import IMAGE_TOKEN
+from examples.patch_check import compare_stats, expected_stats
 
 
 def picture(height: int = 60, width: int = 90) -> np.ndarray:

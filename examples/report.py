@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 from rich import box
 from rich.table import Table
 
-from api.load import Report
+
+@dataclass(slots=True)
+class Report:
+    """What one worker has seen. Times in seconds; ``latencies`` from before the put until the answer was taken.
+
+    ``wrong`` answers differ from what numpy finds, ``failed`` ones are errors, ``repeated`` ones came a second time,
+    from an engine that did again what its predecessor had done.
+    """
+
+    requests: int = 0
+    answered: int = 0
+    wrong: int = 0
+    failed: int = 0
+    repeated: int = 0
+    array_bytes: int = 0
+    copied_bytes: int = 0
+    seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+
+    @property
+    def lost(self) -> int:
+        """Requests without an answer."""
+        return self.requests - self.answered
+
+    @property
+    def good(self) -> bool:
+        """Whether every request was answered, and rightly."""
+        return self.requests > 0 and not (self.lost or self.wrong or self.failed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, for JSON."""
+        return asdict(self)
 
 
 def table(reports: Sequence[Report], title: str | None = None) -> Table:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from engine.tasks import Result, Task
 from engine.tensors import load_paddle
 
 ROWS = 256
@@ -40,3 +42,15 @@ def patch_stats(request: dict[str, Any]) -> dict[str, Any]:
         "token_sum": int(request["prompt_token_ids"].sum()),
         "position_sum": int(inputs["position_ids"].sum()),
     }
+
+
+class PatchStats:
+    """Answers each request with its ``patch_stats``, one request a step."""
+
+    takes_tensors = True
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Sequence[Result]]:
+        """As Handler's."""
+        for task in tasks:
+            value = patch_stats(task.inputs)
+            yield [task.output(value, choice=choice) for choice in range(task.choices)]

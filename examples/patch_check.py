@@ -13,7 +13,7 @@ TOLERANCE = 1e-4
 def expected_stats(request: dict[str, Any]) -> dict[str, Any]:
     """The mean and standard deviation of each patch (float32 [n]) and the exact sums that tell every byte arrived.
 
-    The same as ``engine.patch_stats.patch_stats`` finds with Paddle: ``mean``, ``std``, ``image_sum`` (modulo 2^32, of
+    The same as ``engine.patch_stats`` finds with Paddle: ``mean``, ``std``, ``image_sum`` (modulo 2^32, of
     uint8 values or of the bits of float32), ``token_sum`` and ``position_sum``.
     """
     inputs = request["multimodal_inputs"]
