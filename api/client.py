@@ -128,7 +128,7 @@ class EngineClient:
         self._controls: dict[str, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
-        self._moving: set[str] = set()
+        self._aborts: set[asyncio.Task[None]] = set()
         self._closed = False
         self.strays = 0
         """Outputs of requests that are none of this client's any more."""
@@ -164,7 +164,7 @@ class EngineClient:
                 self._fail(pending, AbortedError(request_id, "the client was closed"))
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._aborts, return_exceptions=True)
         for future in self._controls.values():
             future.cancel()
         for link in self.links:
@@ -270,6 +270,17 @@ class EngineClient:
                 self._fail(pending, AbortedError(request_id, "it was aborted"))
                 await self._tell_abort(request_id, pending)
             self._keep(request_id)
+
+    def abort_soon(self, request_id: str) -> None:
+        """As ``abort``, without waiting, and nobody will read its results: for who is being cancelled himself."""
+
+        async def abort() -> None:
+            await self.abort(request_id)
+            self._drop(request_id)
+
+        task = asyncio.get_running_loop().create_task(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
     async def control(
         self,

@@ -46,6 +46,14 @@ def stress(context: typer.Context) -> None:
     program(context.args, prog_name="shmq stress")
 
 
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(context: typer.Context) -> None:
+    """Serve requests over HTTP, with engines behind it, on this host (--help says more)."""
+    from api.serve import app as program
+
+    program(context.args, prog_name="shmq serve")
+
+
 def main() -> None:
     """The entry point of the ``shmq`` command."""
     app()

@@ -1,0 +1,85 @@
+"""Receiving a body into the ring: chunk by chunk into a loan, so that it is never whole in private memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.requests import Request
+
+from api.engines import EngineLink
+from api.http.errors import HttpError, bad, too_large
+
+SMALL = 64 * 1024
+"""A body up to this size is not worth a loan."""
+
+Bytes = NDArray[np.uint8]
+
+
+class Loans:
+    """Room in the ring of the engine that a request goes to. What is not sent gives its space back by itself."""
+
+    def __init__(self, link: EngineLink, timeout: float) -> None:
+        self.link = link
+        self._producer = link.producer
+        self._timeout = timeout
+
+    async def empty(self, shape: int | tuple[int, ...], dtype: Any = np.uint8) -> NDArray[Any]:
+        """As AsyncProducer.empty: waits for room, and raises QueueFullError, PeerUnavailableError, TooLargeError."""
+        return await self._producer.empty(shape, dtype, timeout=self._timeout)
+
+
+def content_length(request: Request, limit: int) -> int | None:
+    """How long the body is; None if its sender does not say. Raises HttpError over the limit."""
+    text = request.headers.get("content-length")
+    if text is None:
+        return None
+    length = int(text)
+    if length > limit:
+        raise too_large(f"the body has {length:,} bytes, and this server takes {limit:,}")
+    return length
+
+
+async def chunks(request: Request, length: int) -> AsyncIterator[bytes]:
+    """The body in pieces, ``length`` bytes in all. Raises ClientDisconnect if it ends before."""
+    received = 0
+    async for chunk in request.stream():
+        received += len(chunk)
+        if received > length:
+            raise bad(f"the body goes on after the {length:,} bytes that its Content-Length names")
+        if chunk:
+            yield chunk
+    if received < length:
+        raise bad(f"the body ends after {received:,} bytes, and its Content-Length names {length:,}")
+
+
+async def receive(request: Request, loans: Loans, limit: int) -> Bytes:
+    """The whole body: uint8 [n], in the ring if it is not small.
+
+    A body without a Content-Length is taken if it is small; else the error is 411.
+    """
+    length = content_length(request, limit)
+    if length is None:
+        return await _receive_unannounced(request, min(limit, SMALL))
+    body = await loans.empty(length) if length > SMALL else np.empty(length, np.uint8)
+    target = body.data
+    offset = 0
+    async for chunk in chunks(request, length):
+        target[offset : offset + len(chunk)] = chunk
+        offset += len(chunk)
+    return body
+
+
+async def _receive_unannounced(request: Request, limit: int) -> Bytes:
+    parts: list[bytes] = []
+    received = 0
+    async for chunk in request.stream():
+        parts.append(chunk)
+        received += len(chunk)
+        if received > limit:
+            raise HttpError(
+                411, "length_required", f"a body of more than {limit:,} bytes needs a Content-Length, to be given room"
+            )
+    return np.frombuffer(b"".join(parts), np.uint8)
