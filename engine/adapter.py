@@ -25,7 +25,7 @@ import zmq
 
 from engine.errors import AdapterError
 from engine.replies import Settle
-from fmq.calls import Abort, Call, Control, Events, Request, described
+from fmq.calls import MAX_CHOICES, Abort, Call, Control, Events, Failure, FailureKind, Output, Request, described
 from fmq.doorbell import Nudge
 from fmq.plain import to_json, to_msgpack
 
@@ -186,7 +186,8 @@ class Adapter:
         """Whoever can connect can send anything: it is counted, told once a second, and passed over."""
         try:
             take(frames, submit)
-        except (msgspec.DecodeError, ValueError) as error:
+        except Exception as error:
+            # Of any kind: nothing that comes may take this thread down.
             self.errors += 1
             if time.monotonic() - self._warned > _WARN_SECONDS:
                 self._warned = time.monotonic()
@@ -198,7 +199,9 @@ class Adapter:
         if incoming.abort:
             submit(Abort(address, address), address)
             return
-        self._remember(address, encoding).unfinished = incoming.choices
+        # One that asks for too many, or none, is answered with one failure.
+        choices = incoming.choices if 1 <= incoming.choices <= MAX_CHOICES else 1
+        self._remember(address, encoding).unfinished = choices
         deadline = 0
         if incoming.timeout is not None:
             if not 0 < incoming.timeout < 1e9:
@@ -242,7 +245,7 @@ class Adapter:
                 self._control.send_multipart([bytes.fromhex(identity), b"", _encode(encode, said)], zmq.NOBLOCK)
         if events.outputs:
             asked = self._remember(address, None)
-            body = _encode(asked.encoding.encode, [described(output) for output in events.outputs])
+            body = _encode_outputs(asked.encoding.encode, events.outputs)
             asked.unfinished -= sum(output.finished for output in events.outputs)
             if asked.identity is None:
                 asked.early = [*(asked.early or ()), body]
@@ -271,9 +274,31 @@ def _decode(body: bytes, kind: type[Any]) -> tuple[_Encoding, Any]:
     return _MSGPACK, msgspec.msgpack.decode(body, type=kind)
 
 
-def _encode(encode: Callable[[Any], bytes], value: Any) -> bytes:
+_UNENCODABLE = (NotImplementedError, TypeError, ValueError, OverflowError, RecursionError)
+
+
+def _encode(encode: Callable[[Any], bytes], answer: Any) -> bytes:
     try:
-        return encode(value)
-    except (NotImplementedError, TypeError, ValueError) as error:
-        logger.error("adapter: a result can't be sent: %s", error)
-        return encode({"failure": {"kind": "handler", "message": f"the result has no plain form: {error}"}})
+        return encode(answer)
+    except _UNENCODABLE as error:
+        return encode({"failure": msgspec.structs.asdict(_unsendable(error))})
+
+
+def _encode_outputs(encode: Callable[[Any], bytes], outputs: list[Output]) -> bytes:
+    try:
+        return encode([described(output) for output in outputs])
+    except _UNENCODABLE:
+        return encode([described(_sendable(encode, output)) for output in outputs])
+
+
+def _sendable(encode: Callable[[Any], bytes], output: Output) -> Output:
+    try:
+        encode(output.value)
+    except _UNENCODABLE as error:
+        return msgspec.structs.replace(output, value=None, finished=True, failure=_unsendable(error))
+    return output
+
+
+def _unsendable(error: Exception) -> Failure:
+    logger.error("adapter: a result can't be sent: %s", error)
+    return Failure(FailureKind.HANDLER, f"its result has no plain form: {error}")

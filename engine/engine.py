@@ -28,6 +28,7 @@ from engine.scheduling import Scheduler
 from engine.tasks import Result, Task
 from fmq import ClosedError, Consumer, Message, QueueEmptyError, QueueInUseError, SetAside, ShmqError, ViewsHeldError
 from fmq.calls import (
+    MAX_CHOICES,
     Abort,
     Answer,
     Call,
@@ -61,7 +62,6 @@ _FIRST_BACK_OFF = 0.01
 _LONGEST_BACK_OFF = 1.0
 _TAKE_OVER_SECONDS = 10.0
 """How long the queue may be in the hands of somebody who moves a dead engine's requests."""
-_MOST_CHOICES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +249,15 @@ class Engine:
             if task is not None:
                 self._scheduler.abort(task)
             _release(hold)
+        elif self._stopping.is_set():
+            failure = Failure(FailureKind.REFUSED, "the engine ends")
+            with self._lock:
+                self._answers.append((origin, Answer(call.control_id, None, failure), hold))
         else:
             self._controls.submit(self._run_command, call, origin, hold)
 
     def _accept_request(self, call: Request, origin: Origin, hold: Message | None) -> None:
-        choices = call.choices if 1 <= call.choices <= _MOST_CHOICES else 1
+        choices = call.choices if 1 <= call.choices <= MAX_CHOICES else 1
         task = Task(call.request_id, call.task, choices, call.deadline_ns, origin, hold)
         with self._lock:
             self._board[Gauge.RECEIVED] += 1
@@ -262,7 +266,7 @@ class Engine:
             # It was moved here twice. The first one is answered.
             _release(hold)
         elif choices != call.choices:
-            message = f"a request has 1 to {_MOST_CHOICES} choices; this one asks for {call.choices}"
+            message = f"a request has 1 to {MAX_CHOICES} choices; this one asks for {call.choices}"
             self._refuse(task.fail(FailureKind.INVALID, message))
         else:
             try:
@@ -354,7 +358,7 @@ class Engine:
         try:
             while True:
                 last = self._drained.is_set()
-                results = self._scheduler.get_results(_BACKLOG_SECONDS if self._replies.backlog else _RESULT_SECONDS)
+                results = self._get_results()
                 self._send([*results, *self._take_refused()])
                 self._send_answers()
                 for sink in self._sinks:
@@ -364,11 +368,20 @@ class Engine:
                     return
                 del results
         except SchedulerError as error:
-            if not self._stopping.is_set():
-                self._fail(str(error))
+            self._fail(str(error))
         except BaseException:
             self._fail("the thread that sends results has ended")
             raise
+
+    def _get_results(self) -> list[Result]:
+        try:
+            return self._scheduler.get_results(_BACKLOG_SECONDS if self._replies.backlog else _RESULT_SECONDS)
+        except SchedulerError:
+            if not self._stopping.is_set():
+                raise
+            # It was closed, and has nothing more.
+            self._drained.wait(_RESULT_SECONDS)
+            return []
 
     def _take_refused(self) -> list[Result]:
         with self._lock:

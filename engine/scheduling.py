@@ -142,7 +142,7 @@ class BatchScheduler:
                 for task in batch:
                     task.inputs = None
                 # Nothing here may keep the last ones alive while nothing comes.
-                del batch, ready
+                del batch, ready, task
         finally:
             with self._changed:
                 self._dead = True
@@ -181,21 +181,20 @@ class BatchScheduler:
             with closing(_iterate(self._handler, tasks)) as steps:
                 for step in steps:
                     with self._changed:
-                        self._results += [result for result in step if not result.task.cancelled]
+                        self._results += [result for result in step if result.task.deliver(result)]
                         self._changed.notify_all()
                     over = [self._is_over(task) or task.finished for task in tasks]
                     if all(over):
                         break
         except Exception as error:
-            unfinished = [task for task in tasks if not (task.cancelled or task.finished)]
             if len(tasks) > 1:
                 logger.warning("a batch of %d failed (%r); its requests are run one by one", len(tasks), error)
-                for task in unfinished:
-                    task.restart()
-                    self._run([task])
-            else:
-                for task in unfinished:
-                    self._fail(task, error)
+                for task in tasks:
+                    if not (task.finished or self._is_over(task)):
+                        task.restart()
+                        self._run([task])
+            elif not tasks[0].finished:
+                self._fail(tasks[0], error)
             return
         for task in tasks:
             if not (task.cancelled or task.finished):

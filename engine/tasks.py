@@ -31,21 +31,18 @@ class Task:
     origin: Any = None
     hold: Message | None = None
     cancelled: bool = False
-    _steps: dict[int, int] = field(default_factory=dict)
-    """The next step of each choice that has begun, -1 of those that are finished."""
+    _made: dict[int, int] = field(default_factory=dict)
+    """The next step of each choice that its handler has begun, -1 of those that it has finished."""
+    _delivered: dict[int, int] = field(default_factory=dict)
+    """The same of what was passed on."""
     _open: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._open = self.choices
 
-    def restart(self) -> None:
-        """Forget what it was answered: it will be run again from the start."""
-        self._steps = {}
-        self._open = self.choices
-
     @property
     def finished(self) -> bool:
-        """Whether all its choices were answered to the end."""
+        """Whether all its choices were answered to the end, and that passed on."""
         return self._open <= 0
 
     def is_late(self) -> bool:
@@ -55,34 +52,53 @@ class Task:
     def output(self, value: Any, *, choice: int = 0, finished: bool = True) -> Result:
         """The next step of one choice; ``value`` is what goes back, any tree that a queue takes. For handlers.
 
-        Raises ValueError for a choice that there is not, or that is finished.
+        Raises ValueError for a choice that there is not, or that was finished by this.
         """
         if not 0 <= choice < self.choices:
             raise ValueError(f"request {self.request_id} has choices 0 to {self.choices - 1}, and not {choice}")
-        step = self._steps.get(choice, 0)
+        step = self._made.get(choice, 0)
         if step < 0:
             raise ValueError(f"choice {choice} of request {self.request_id} is finished, and takes no more output")
-        self._steps[choice] = -1 if finished else step + 1
-        self._open -= finished
-        return Result(self, Output(self.request_id, choice, step, value, finished), self.finished)
+        self._made[choice] = -1 if finished else step + 1
+        return Result(self, Output(self.request_id, choice, step, value, finished))
+
+    # -- for schedulers -----------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """It will be run again from the start. What was passed on already is not passed on again."""
+        self._made = {}
+
+    def deliver(self, result: Result) -> bool:
+        """Whether a result is to be passed on: not if nobody waits, or it was before. Sets ``result.last``."""
+        output = result.output
+        delivered = self._delivered.get(output.choice, 0)
+        if self.cancelled or delivered < 0 or output.step < delivered:
+            return False
+        self._count(result)
+        return True
 
     def fail(self, kind: Kind, message: str) -> list[Result]:
-        """Finish every choice that is not finished, with a failure."""
+        """Finish every choice that is not finished, with a failure: results to be passed on."""
         failure = Failure(kind, message)
         results = []
         for choice in range(self.choices):
-            if (step := self._steps.get(choice, 0)) >= 0:
-                self._steps[choice] = -1
-                self._open -= 1
-                output = Output(self.request_id, choice, step, None, True, failure)
-                results.append(Result(self, output, self.finished))
+            if (step := self._delivered.get(choice, 0)) >= 0:
+                result = Result(self, Output(self.request_id, choice, step, None, True, failure))
+                self._count(result)
+                results.append(result)
         return results
 
+    def _count(self, result: Result) -> None:
+        output = result.output
+        self._delivered[output.choice] = -1 if output.finished else output.step + 1
+        self._open -= output.finished
+        result.last = self.finished
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(eq=False, slots=True)
 class Result:
     """An output, the task that it is of, and whether it is the last one of it."""
 
     task: Task
     output: Output
-    last: bool
+    last: bool = False

@@ -22,6 +22,9 @@ REPLY_PREFIX = "reply."
 """What the names of reply queues begin with. Each is made for one client, and no other ever reads it."""
 
 
+MAX_CHOICES = 1024
+"""Results that one request may ask for."""
+
 Kind = Literal["handler", "deadline", "aborted", "refused", "invalid"]
 
 

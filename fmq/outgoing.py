@@ -121,6 +121,11 @@ class Outgoing:
             self.array_bytes += nbytes
             self._places.append(place)
 
+    @property
+    def large(self) -> list[int]:
+        """The sizes of the buffers that need a payload."""
+        return [buffer.nbytes for buffer, place in zip(self._buffers, self._places, strict=True) if place is None]
+
     def place(self, spill: bool = False) -> bool:
         """Reserve a place for each large buffer, or for none of them: False if there is no room now. The lock is held.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import numbers
@@ -35,7 +36,7 @@ from fmq.paths import QueuePath, consumer_is_alive
 from fmq.protocol import ProducerProtocol
 from fmq.rings import create_ring
 from fmq.waiting import LoopWaiter, Steps, deadline_of, run, run_async
-from shmq import Payload, RingWriter, fence
+from shmq import Payload, RingWriter, SegmentSpaceError, fence
 from shmq.fence import LOCK_IS_FENCE
 from shmq.layout import DONE, PENDING, RETURNED, SET_ASIDE, TAKEN
 from shmq.segment import abandon_in_child
@@ -260,6 +261,7 @@ class ProducerBase:
 
     def _put(self, outgoing: Outgoing) -> Steps[int]:
         try:
+            yield from self._make_spills(outgoing.large)
             yield from self._until(lambda: self._or_spill(lambda spill: outgoing.place(spill) or None), for_room=True)
             if outgoing.long_copy_bytes >= _THREAD_COPY_BYTES:
                 yield outgoing.copy
@@ -268,6 +270,21 @@ class ProducerBase:
             return (yield from self._until(outgoing.post, for_room=True))
         finally:
             self._finish(outgoing)
+
+    def _make_spills(self, sizes: list[int]) -> Steps[None]:
+        """Make what segments it takes for payloads that the ring can't have, without the lock, and in a thread."""
+        with self._lock:
+            self._check()
+            missing = self._writer.spills_missing(sizes)
+        for capacity in missing:
+            yield functools.partial(self._make_spill, capacity)
+
+    def _make_spill(self, capacity: int) -> None:
+        # Who needs it finds out that there is no room, and says so.
+        with contextlib.suppress(SegmentSpaceError):
+            spill = self._writer.make_spill(capacity)
+            with self._lock:
+                self._writer.add_spill(spill)
 
     def _finish(self, outgoing: Outgoing) -> None:
         with self._lock:
@@ -284,6 +301,7 @@ class ProducerBase:
         def reserve(spill: bool) -> Payload | None:
             return writer.reserve(nbytes) or (writer.reserve_spill_if_possible(nbytes) if spill else None)
 
+        yield from self._make_spills([nbytes])
         payload = yield from self._until(lambda: self._or_spill(reserve), for_room=True)
         with self._lock:
             root = self._writer.lend(payload)

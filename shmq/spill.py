@@ -5,6 +5,9 @@ They are named after their ring and belong to its owner: when the ring goes, so 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 from shmq import layout
 from shmq.errors import SegmentSpaceError
 from shmq.segment import Segment, unlink
@@ -30,7 +33,8 @@ class SpillPool:
         self.bytes = 0
         self._ring = ring
         self._ring_id = ring_id
-        self._next = 1
+        self._numbers = itertools.count(1)
+        self._closed = False
         self._idle: list[Spill] = []
         self._all: set[Spill] = set()
 
@@ -60,6 +64,36 @@ class SpillPool:
                     raise
                 self._remove(self._idle[0])
 
+    def missing(self, sizes: Iterable[int]) -> list[int]:
+        """The capacities of the segments that ``take`` would have to make for payloads of these sizes."""
+        idle = sorted(spill.capacity for spill in self._idle)
+        missing: list[int] = []
+        for nbytes in sizes:
+            fitting = [capacity for capacity in idle if nbytes <= capacity <= 2 * nbytes]
+            if fitting:
+                idle.remove(fitting[0])
+            elif self.bytes + sum(missing) + _round_up(nbytes) <= self.limit:
+                missing.append(_round_up(nbytes))
+        return missing
+
+    def make(self, capacity: int) -> Spill:
+        """Make a segment, to be handed to ``add``. Takes a while (a second for a GiB), and needs no lock.
+
+        Raises SegmentSpaceError.
+        """
+        number = next(self._numbers)
+        segment = Segment.create(f"{self._ring}.{number}", capacity, magic=layout.SPILL_MAGIC, ring_id=self._ring_id)
+        return Spill(number, segment)
+
+    def add(self, spill: Spill) -> None:
+        """Keep what ``make`` made for the payload that it was made for, unless there is no room for it any more."""
+        if self._closed or self.bytes + spill.capacity > self.limit:
+            unlink(spill.segment.name)
+            spill.segment.close()
+        else:
+            self._keep(spill)
+            self._idle.append(spill)
+
     def give_back(self, spill: Spill) -> None:
         """Keep a spill segment for the next payload."""
         if spill in self._all:
@@ -67,6 +101,7 @@ class SpillPool:
 
     def close(self, *, remove: bool) -> None:
         """Let go of all; with ``remove`` also give up their names."""
+        self._closed = True
         for spill in self._all:
             if remove:
                 unlink(spill.segment.name)
@@ -80,13 +115,13 @@ class SpillPool:
         return spill
 
     def _create(self, capacity: int) -> Spill:
-        number = self._next
-        segment = Segment.create(f"{self._ring}.{number}", capacity, magic=layout.SPILL_MAGIC, ring_id=self._ring_id)
-        self._next += 1
-        spill = Spill(number, segment)
+        spill = self.make(capacity)
+        self._keep(spill)
+        return spill
+
+    def _keep(self, spill: Spill) -> None:
         self._all.add(spill)
         self.bytes += spill.capacity
-        return spill
 
     def _remove(self, spill: Spill) -> None:
         self._idle.remove(spill)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -338,8 +338,7 @@ class RingWriter:
                 f"to {self.max_payload:,}) nor the spill limit of {self.spill_limit:,} bytes; raise ring_size or "
                 "spill_limit, or send it in parts"
             )
-        for payload in [payload for payload in self._spilled if self._payload_is_free(payload)]:
-            self._give_back(payload)
+        self._recover_spills()
         spill = self._spills.take(nbytes)
         if spill is None:
             return None
@@ -348,6 +347,26 @@ class RingWriter:
         self._words[SPILLS] += 1
         self._words[SPILLED_BYTES] += nbytes
         return payload
+
+    def _recover_spills(self) -> None:
+        for payload in [payload for payload in self._spilled if self._payload_is_free(payload)]:
+            self._give_back(payload)
+
+    def spills_missing(self, sizes: Iterable[int]) -> list[int]:
+        """The capacities of the spill segments that would have to be made to reserve payloads of these sizes."""
+        large = [nbytes for nbytes in sizes if nbytes > self.max_payload]
+        if large:
+            self._reap()
+            self._recover_spills()
+        return self._spills.missing(large)
+
+    def make_spill(self, capacity: int) -> Spill:
+        """Make a spill segment, which takes a while. Needs no lock; ``add_spill`` does. Raises SegmentSpaceError."""
+        return self._spills.make(capacity)
+
+    def add_spill(self, spill: Spill) -> None:
+        """Have one more spill segment, for the next payload that needs it."""
+        self._spills.add(spill)
 
     def reserve_spill_if_possible(self, nbytes: int) -> Payload | None:
         """As ``reserve_spill``, for a payload that might as well wait for the ring: None where that would raise."""

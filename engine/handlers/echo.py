@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.tasks import Result, Task
 from fmq.calls import CHAT, ChatStep
@@ -36,12 +37,15 @@ class Echo:
         yield answers
         while chats:
             steps: list[Result] = []
+            going_on = []
             for task, words in chats:
                 word = next(words)
+                if word.reason is None:
+                    going_on.append((task, words))
                 for choice in range(task.choices):
                     steps.append(task.output(word, choice=choice, finished=word.reason is not None))
             yield steps
-            chats = [chat for chat in chats if not (chat[0].finished or chat[0].cancelled)]
+            chats = [chat for chat in going_on if not chat[0].cancelled]
             self._compute()
 
     def _compute(self) -> None:
@@ -55,8 +59,7 @@ def _describe(node: Any) -> Any:
     if isinstance(node, list | tuple):
         return [_describe(value) for value in node]
     if isinstance(node, np.ndarray):
-        crc = zlib.crc32(node.reshape(-1).view(np.uint8).data) if node.size else 0
-        return {"dtype": str(node.dtype), "shape": list(node.shape), "crc32": crc}
+        return {"dtype": str(node.dtype), "shape": list(node.shape), "crc32": _crc32(node)}
     if isinstance(node, memoryview):
         return {"bytes": node.nbytes, "crc32": zlib.crc32(node)}
     return node
@@ -69,8 +72,8 @@ def _words(chat: dict[str, Any]) -> Iterator[ChatStep]:
         words += part["text"].split() if part["type"] == "text" else _picture(part["image"])
     limit = chat.get("max_tokens")
     limit = len(words) if limit is None else limit
-    if not words:
-        yield ChatStep("", "stop", 0)
+    if not words or limit < 1:
+        yield ChatStep("", "length" if words else "stop", 0)
         return
     for index, word in enumerate(words[:limit]):
         space = " " if index else ""
@@ -81,4 +84,8 @@ def _words(chat: dict[str, Any]) -> Iterator[ChatStep]:
 
 
 def _picture(image: Any) -> Iterable[str]:
-    return (f"[picture of {image.shape[1]}x{image.shape[0]},", f"crc32 {zlib.crc32(image.reshape(-1).data):08x}]")
+    return (f"[picture of {image.shape[1]}x{image.shape[0]},", f"crc32 {_crc32(image):08x}]")
+
+
+def _crc32(array: NDArray[Any]) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data) if array.size else 0

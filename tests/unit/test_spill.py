@@ -122,6 +122,40 @@ def test_a_small_payload_takes_no_large_segment_unless_the_limit_leaves_nothing_
     assert pool.take(MIB) is large
 
 
+def test_what_is_made_ahead_is_what_is_taken(make_pool: Callable[[int], SpillPool]) -> None:
+    pool = make_pool(64 * MIB)
+    (capacity,) = pool.missing([3 * MIB])
+    made = pool.make(capacity)
+    assert pool.bytes == 0
+    pool.add(made)
+    assert pool.bytes == made.capacity
+    assert pool.missing([3 * MIB]) == []
+    assert pool.missing([3 * MIB, 3 * MIB]) == [capacity]
+    assert pool.take(3 * MIB) is made
+
+
+def test_nothing_is_made_ahead_that_the_limit_forbids(make_pool: Callable[[int], SpillPool]) -> None:
+    pool = make_pool(5 * MIB)
+    assert pool.missing([4 * MIB, 4 * MIB]) == [4 * MIB]
+    assert pool.missing([6 * MIB]) == []
+
+
+def test_what_was_made_ahead_is_removed_if_there_is_no_room_for_it_any_more(
+    make_pool: Callable[[int], SpillPool],
+) -> None:
+    pool = make_pool(5 * MIB)
+    late, later = pool.make(4 * MIB), pool.make(4 * MIB)
+    assert late.segment.name != later.segment.name
+    pool.add(late)
+    pool.add(later)
+    assert pool.bytes == late.capacity
+    assert segment.names(later.segment.name) == []
+    latest = pool.make(MIB)
+    pool.close(remove=True)
+    pool.add(latest)
+    assert segment.names(latest.segment.name) == []
+
+
 def test_the_limit_makes_room_by_removing_what_is_idle(make_pool: Callable[[int], SpillPool]) -> None:
     pool = make_pool(4 * MIB)
     idle = [pool.take(MIB) for _ in range(3)]
