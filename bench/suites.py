@@ -26,6 +26,10 @@ topics
 remote
     Arrays of 1 to 16 MiB in a dict, streamed over tcp on the loopback, without a copy in Python on either side. *fmq*:
     ``RemoteProducer.put``, acknowledged. *zmq*: the arrays alone through PUSH/PULL of pyzmq. 64 MiB under way, of both.
+http
+    Clients in a closed loop against the HTTP server with one worker and one engine, whose handler looks at one byte of
+    each page: 1 KiB of JSON over 16 connections, 14.5 MB of pixels over 4. *fmq*: as it is. *pickle*: the same server,
+    with each request pickled through PUSH/PULL over ipc in place of this transport. Three busy processes.
 memory
     The resident memory of both sides after each hundredth of the messages. The growth counts from 20 % of them on;
     before, the ring's pages are touched for the first time, which counts as resident memory, too.
@@ -37,7 +41,6 @@ deaths
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -47,6 +50,7 @@ from typing import Any
 
 from bench.deaths import first_redelivery_ms, storm
 from bench.harness import stress_rate
+from bench.http import KINDS, LINKS, free_port, lap, p99_ms, servers
 from bench.loads import Arrays, ArraySet, Blobs, MakeLoad, Requests
 from bench.measure import Course, Lap, Place, Side, Spread, Team, new_place, quiet, ratios, take_turns
 from bench.ours import (
@@ -406,7 +410,7 @@ def remote(plan: Plan) -> Result:
         ahead = REMOTE_WINDOW // nbytes
         # More than can be under way, for an array that is sent must not change.
         load = partial(ArraySet, nbytes, ahead + 4)
-        contestants = {"fmq": _remote(load, _free_port(), ahead), "zmq": _tcp(load, _free_port(), ahead)}
+        contestants = {"fmq": _remote(load, free_port(), ahead), "zmq": _tcp(load, free_port(), ahead)}
         size = f"{nbytes / MIB:g} MiB"
         courses = _contest(plan, contestants, warmup=max(4, 32 * MIB // nbytes))
         for name, course in courses.items():
@@ -418,10 +422,28 @@ def remote(plan: Plan) -> Result:
     return result
 
 
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+def http(plan: Plan) -> Result:
+    """Requests through the HTTP server, over two links."""
+    result = Result()
+    with servers() as ports:
+        for name, (kind, connections) in KINDS.items():
+            rates: dict[str, list[float]] = {link: [] for link in LINKS}
+            tails: dict[str, list[float]] = {link: [] for link in LINKS}
+            for number in range(plan.rounds + 1):
+                for link in LINKS:
+                    rate, latencies = lap(ports[link], kind, connections, 4 * plan.seconds)
+                    # The first round warms up.
+                    if number:
+                        rates[link].append(rate)
+                        tails[link].append(p99_ms(latencies))
+            for link in LINKS:
+                result.figures.append(Figure(f"{name}, {link}", Spread.of(rates[link]), "requests/s"))
+                result.figures.append(Figure(f"{name}, {link}, p99", Spread.of(tails[link]), "ms"))
+            for what, values in (("requests/s", rates), ("p99", tails)):
+                ratio = ratios(values["fmq"], values["pickle"])
+                result.figures.append(Figure(f"{name}, {what}, fmq / pickle", ratio, "x"))
+            result.data[name] = {"rates": rates, "p99_ms": tails}
+    return result
 
 
 def memory(plan: Plan) -> Result:
@@ -507,6 +529,7 @@ SUITES: dict[str, Callable[[Plan], Result]] = {
     "topics": topics,
     "metrics": metrics,
     "remote": remote,
+    "http": http,
     "idle": idle,
     "memory": memory,
     "deaths": deaths,

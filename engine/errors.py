@@ -19,6 +19,10 @@ class PlaceError(EngineError):
     """Tensors can't be had there: Paddle is not installed, or not for that place."""
 
 
+class RequestError(EngineError, ValueError):
+    """A request is none that this handler can answer: the client's fault. For handlers to raise."""
+
+
 class SchedulerError(EngineError):
     """A scheduler can run no more requests."""
 

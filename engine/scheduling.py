@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
-from engine.errors import SchedulerError
+from engine.errors import RequestError, SchedulerError, TensorError
 from engine.tasks import Result, Task
 from fmq.calls import FailureKind, Kind
 
@@ -23,8 +23,9 @@ class Handler(Protocol):
     def run(self, tasks: Sequence[Task]) -> Iterable[Sequence[Result]]:
         """Answer a batch, step by step: each item is what one step has for any of the tasks, made by ``task.output``.
 
-        An exception fails the task that it is about: with several in the batch, each that is not finished is run again
-        by itself. Whoever waits ignores the steps that it has, so they should come out the same.
+        An exception fails the task that it is about, as INVALID if it is a RequestError: with several in the batch,
+        each that is not finished is run again by itself. Whoever waits ignores the steps that it has, so they should
+        come out the same.
         """
         ...
 
@@ -202,9 +203,13 @@ class BatchScheduler:
                     self._cancel(task, FailureKind.HANDLER, "its handler ended without having finished it")
 
     def _fail(self, task: Task, error: Exception) -> None:
-        logger.error("request %s failed", task.request_id, exc_info=error)
         with self._changed:
-            self._cancel(task, FailureKind.HANDLER, f"{type(error).__name__}: {error}")
+            if isinstance(error, RequestError | TensorError):
+                logger.info("request %s is refused: %s", task.request_id, error)
+                self._cancel(task, FailureKind.INVALID, str(error))
+            else:
+                logger.error("request %s failed", task.request_id, exc_info=error)
+                self._cancel(task, FailureKind.HANDLER, f"{type(error).__name__}: {error}")
 
     def _cancel(self, task: Task, kind: Kind, message: str) -> None:
         """Finish a task with a failure; what its handler may still say of it is dropped. The lock is held."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -33,8 +32,6 @@ from api.http.tasks import CONTENT_TYPES, decode_json, read_task
 from fmq.calls import described
 from fmq.metrics import QueueMetrics
 
-logger = logging.getLogger("api")
-
 _MAX_CHOICES = 128
 _NO_CONTENT = 499
 """Nobody gets it: the client is gone."""
@@ -43,26 +40,22 @@ _BODY = {"requestBody": {"required": True, "content": {kind: {} for kind in CONT
 _JSON_BODY = {"requestBody": {"required": True, "content": {"application/json": {}}}}
 
 
+MakeClient = Callable[[Settings], EngineClient]
+
+
 class Worker:
     """What one worker has: its client of the engines, its place at the gate, its settings."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, make_client: MakeClient) -> None:
         self.settings = settings
+        self._make_client = make_client
         self.started = int(time.time())
         self.gate = Gate(settings)
         self.client: EngineClient | None = None
 
     async def start(self) -> None:
         """Make the rings. Raises as EngineClient does."""
-        settings = self.settings
-        self.client = EngineClient(
-            settings.engines,
-            namespace=settings.namespace,
-            ring_size=settings.ring_size,
-            spill_limit=settings.spill_limit,
-            patience=settings.patience,
-            metrics=QueueMetrics(),
-        )
+        self.client = self._make_client(self.settings)
         await self.client.start()
 
     async def close(self) -> None:
@@ -103,10 +96,22 @@ def request_id(request: Request) -> str:
     return str(request.scope["state"]["request_id"])
 
 
-def create_app(settings: Settings | None = None) -> FastAPI:
+def new_client(settings: Settings) -> EngineClient:
+    """A client of the engines, as the settings say."""
+    return EngineClient(
+        settings.engines,
+        namespace=settings.namespace,
+        ring_size=settings.ring_size,
+        spill_limit=settings.spill_limit,
+        patience=settings.patience,
+        metrics=QueueMetrics(),
+    )
+
+
+def create_app(settings: Settings | None = None, make_client: MakeClient = new_client) -> FastAPI:
     """The application, for uvicorn, one in each worker process. Settings: by default the environment's."""
     settings = Settings.from_environment() if settings is None else settings
-    worker = Worker(settings)
+    worker = Worker(settings, make_client)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -124,7 +129,6 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         redoc_url=None,
     )
     app.add_middleware(Requests, gate=worker.gate)
-    app.add_exception_handler(Exception, _internal_error)
     app.add_exception_handler(HTTPException, _starlette_error)
     for kind in (HttpError, ClientDisconnect, ClientGoneError):
         app.add_exception_handler(kind, _told_error)
@@ -262,8 +266,3 @@ async def _starlette_error(request: Request, error: Exception) -> Response:
     response = HttpError(error.status_code, kind, str(error.detail)).response(request_id(request))
     response.headers.update(error.headers or {})
     return response
-
-
-async def _internal_error(request: Request, error: Exception) -> Response:
-    logger.exception("request %s failed", request_id(request), exc_info=error)
-    return HttpError(500, "internal_error", "this is a fault of the server; see its log").response(request_id(request))

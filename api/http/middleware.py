@@ -14,6 +14,7 @@ from api.http import metrics
 from api.http.errors import HttpError
 from api.http.gate import Gate
 
+logger = logging.getLogger("api")
 access_log = logging.getLogger("api.access")
 
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -78,6 +79,14 @@ class Requests:
                     metrics.IN_FLIGHT.set(self._gate.in_flight)
         except HttpError as error:
             await error.response(request_id)(scope, exchange.receive, exchange.send)
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            if not exchange.status:
+                fault = HttpError(500, "internal_error", "this is a fault of the server; see its log")
+                await fault.response(request_id)(scope, exchange.receive, exchange.send)
+            else:
+                # The answer has begun: cutting it off is all that is left to say.
+                raise
         finally:
             self._tell(scope, exchange, request_id, time.perf_counter() - begun)
 
