@@ -18,7 +18,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from api.engines import EngineLink, choose
 from api.errors import (
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from fmq.metrics import QueueMetrics
 
 logger = logging.getLogger("api")
+
+T = TypeVar("T")
 
 RING_SIZE = 128 * 1024 * 1024
 SPILL_LIMIT = 4 * 1024 * 1024 * 1024
@@ -71,6 +73,7 @@ class _Pending:
     error: RequestFailedError | EngineUnavailableError | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
     unfinished: int = 0
+    sent: bool = False
     moved: bool = False
 
     @property
@@ -120,7 +123,14 @@ class EngineClient:
                 )
                 self.links.append(link)
             self._replies = AsyncConsumer(
-                reply, namespace=namespace, runtime_dir=runtime_dir, type=Events, warn_held=None, metrics=metrics
+                reply,
+                namespace=namespace,
+                runtime_dir=runtime_dir,
+                type=Events,
+                warn_held=None,
+                metrics=metrics,
+                # The event loop has other things to do.
+                spin=False,
             )
             undo.pop_all()
         self._pending: dict[str, _Pending] = {}
@@ -235,6 +245,7 @@ class EngineClient:
         except BaseException:
             self._drop(request_id)
             raise
+        pending.sent = True
         return request_id
 
     async def results(self, request_id: str) -> AsyncIterator[Output]:
@@ -292,17 +303,17 @@ class EngineClient:
     ) -> Any:
         """Have an engine do something to itself, and return its answer. ``engine``: its queue, if there are several.
 
-        Raises ControlError for what it can't do, or has not done in ``timeout`` seconds; EngineUnavailableError;
-        ValueError for a queue that is none of this client's.
+        Raises ControlError for what it can't do, or has not done in ``timeout`` seconds; EngineUnavailableError; what
+        ``AsyncProducer.put`` raises; ValueError for a queue that is none of this client's.
         """
         link = self.choose() if engine is None else self._link(engine)
         control_id = f"control-{next(self._numbers)}"
         future = self._controls[control_id] = asyncio.get_running_loop().create_future()
+        call = Control(control_id, self._path.queue, command, arguments or {})
         try:
-            call = Control(control_id, self._path.queue, command, arguments or {})
-            await link.producer.put(call, timeout=PUT_SECONDS, ttl=_seconds("timeout", timeout))
-            answer: Answer = await asyncio.wait_for(future, timeout)
-        except asyncio.TimeoutError:
+            await link.producer.put(call, timeout=min(PUT_SECONDS, timeout), ttl=_seconds("timeout", timeout))
+            answer: Answer = await _within(timeout, future)
+        except _TooLongError:
             raise ControlError(
                 f"{command}: engine {link.queue} has not answered for {timeout} s; it is {link.state}"
             ) from None
@@ -436,11 +447,23 @@ class EngineClient:
                     "%d calls of engine %s, which is gone, were moved to %s", moved, link.queue, target.queue
                 )
             for pending in self._pending.values():
-                if pending.link is link and not pending.finished:
+                # One that waits for room is put into the old queue afterwards: the next look moves it.
+                if pending.link is link and pending.sent and not pending.finished:
                     pending.moved = True
                     pending.link = target
                     link.unanswered -= 1
                     target.unanswered += 1
+
+
+class _TooLongError(Exception):
+    """A future had no result in time. Not TimeoutError, which the errors of a queue are as well."""
+
+
+async def _within(timeout: float, future: asyncio.Future[T]) -> T:
+    done, _ = await asyncio.wait([future], timeout=timeout)
+    if not done:
+        raise _TooLongError
+    return future.result()
 
 
 def _seconds(name: str, value: float) -> float:

@@ -1,7 +1,7 @@
 """The engine's side: requests as Paddle tensors over the ring, run in batches, answered to whoever asked."""
 
 from engine.engine import Engine
-from engine.errors import EngineError, HandlerNameError, PlaceError, SchedulerError, TensorError
+from engine.errors import EngineError, HandlerNameError, PlaceError, RequestError, SchedulerError, TensorError
 from engine.handlers.named import load_handler
 from engine.handlers.patch_stats import patch_stats
 from engine.scheduling import BatchScheduler, Handler, Scheduler
@@ -15,6 +15,7 @@ __all__ = [
     "Handler",
     "HandlerNameError",
     "PlaceError",
+    "RequestError",
     "Result",
     "Scheduler",
     "SchedulerError",

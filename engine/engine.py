@@ -26,7 +26,17 @@ from engine.errors import SchedulerError
 from engine.replies import Replies, Sink, discard_lost_replies
 from engine.scheduling import Scheduler
 from engine.tasks import Result, Task
-from fmq import ClosedError, Consumer, Message, QueueEmptyError, QueueInUseError, SetAside, ShmqError, ViewsHeldError
+from fmq import (
+    ClosedError,
+    Consumer,
+    DecodeError,
+    Message,
+    QueueEmptyError,
+    QueueInUseError,
+    SetAside,
+    ShmqError,
+    ViewsHeldError,
+)
 from fmq.calls import (
     MAX_CHOICES,
     Abort,
@@ -59,7 +69,10 @@ _BEAT_SECONDS = 0.2
 _RESULT_SECONDS = 0.1
 _BACKLOG_SECONDS = 0.01
 _FIRST_BACK_OFF = 0.01
-_LONGEST_BACK_OFF = 1.0
+_LONGEST_BACK_OFF = 0.2
+"""Shorter than what a receive loop is taken for dead for."""
+_MOST_DEATHS = 3
+"""A request that so many engines died with is answered with a failure."""
 _TAKE_OVER_SECONDS = 10.0
 """How long the queue may be in the hands of somebody who moves a dead engine's requests."""
 
@@ -207,14 +220,14 @@ class Engine:
         return not left
 
     def _hand_over(self) -> int:
+        # A message that is dropped is acknowledged: they are kept, without their arrays, until the queue is given up.
         with self._lock:
             left = list(self._tasks.values())
             self._tasks.clear()
-        # A message that is dropped is acknowledged: they are kept, without their arrays, until the queue is given up.
-        holds = [task.hold for task in left if task.hold is not None]
-        for task in left:
-            task.cancelled = True
-            task.inputs = task.hold = None
+            holds = [task.hold for task in left if task.hold is not None]
+            for task in left:
+                task.cancelled = True
+                task.inputs = task.hold = None
         for hold in holds:
             with contextlib.suppress(AttributeError):
                 del hold.payload
@@ -259,6 +272,11 @@ class Engine:
     def _accept_request(self, call: Request, origin: Origin, hold: Message | None) -> None:
         choices = call.choices if 1 <= call.choices <= MAX_CHOICES else 1
         task = Task(call.request_id, call.task, choices, call.deadline_ns, origin, hold)
+        if hold is not None:
+            task.suspect = hold.deaths > 0
+            task.on_work = self._mark
+            # Many are taken, and few are begun: those that only wait are not to blame if this engine dies.
+            hold.postpone()
         with self._lock:
             self._board[Gauge.RECEIVED] += 1
             twice = self._tasks.setdefault((origin, call.request_id), task) is not task
@@ -274,6 +292,12 @@ class Engine:
             except Exception as error:
                 logger.exception("request %s could not be handed to the scheduler", task.request_id)
                 self._refuse(task.fail(FailureKind.HANDLER, f"{type(error).__name__}: {error}"))
+
+    def _mark(self, task: Task, at_work: bool) -> None:
+        with self._lock:
+            # Unless it was settled meanwhile: then the message may be gone, and another in its place.
+            if task.hold is not None:
+                (task.hold.begin if at_work else task.hold.postpone)()
 
     def _refuse(self, results: Iterable[Result]) -> None:
         """Results from elsewhere than the scheduler, for the thread that sends them."""
@@ -301,7 +325,7 @@ class Engine:
             call = aside.read()
             if isinstance(call, Request):
                 task = Task(call.request_id, None, call.choices, 0, Origin(self._replies, call.reply_to))
-                message = f"{aside.deliveries} engines died while they had it; it is not run again"
+                message = f"{_MOST_DEATHS} engines died while they were at work on it; it is not run again"
                 self._refuse(task.fail(FailureKind.HANDLER, message))
             aside.discard()
 
@@ -336,7 +360,12 @@ class Engine:
 
     def _take(self, message: Message) -> None:
         call = message.payload
-        self.accept(call, Origin(self._replies, call.reply_to), message)
+        if isinstance(call, Request | Abort | Control):
+            self.accept(call, Origin(self._replies, call.reply_to), message)
+        else:
+            # Bytes: they are not decoded, and so not checked.
+            message.release()
+            raise DecodeError(f"message {message.sequence} of {message.producer} is no call")
 
     def _beat(self, state: State | None = None) -> None:
         board = self._board
@@ -413,8 +442,9 @@ class Engine:
         for task in tasks:
             with self._lock:
                 self._tasks.pop((task.origin, task.request_id), None)
+                hold, task.hold = task.hold, None
             task.inputs = None
-            _release(task.hold)
+            _release(hold)
 
     def _forget(self, origin: Origin) -> None:
         """A client is gone: nobody waits for what it had asked for."""
@@ -439,9 +469,12 @@ def _consume(
                 namespace=path.namespace,
                 runtime_dir=runtime_dir,
                 type=Call,
+                max_deliveries=_MOST_DEATHS,
                 on_set_aside=on_set_aside,
                 warn_held=None,
                 metrics=metrics,
+                # The handler needs the interpreter.
+                spin=False,
             )
         except QueueInUseError:
             if time.monotonic() > deadline or _has_engine(path):

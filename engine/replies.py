@@ -20,11 +20,12 @@ from fmq import (
     PeerUnavailableError,
     Producer,
     QueueFullError,
+    QueueNameError,
     ShmqError,
     TooLargeError,
 )
 from fmq.calls import REPLY_PREFIX, Answer, Events, Failure, FailureKind, Output
-from fmq.paths import QueuePath, consumer_is_alive
+from fmq.paths import QueuePath, consumer_is_alive, discard_files
 from shmq import collect
 from shmq.segment import names
 
@@ -93,6 +94,10 @@ class Replies:
         client = self._clients.get(address)
         if client is None:
             try:
+                if not address.startswith(REPLY_PREFIX):
+                    raise QueueNameError(
+                        f"{address!r} can't be a client's queue: it does not begin with {REPLY_PREFIX!r}"
+                    )
                 producer = Producer(
                     address,
                     namespace=self._namespace,
@@ -180,9 +185,7 @@ class Replies:
             settle()
         with contextlib.suppress(ClosedError):
             client.producer.give_up()
-        if not consumer_is_alive(self._path(address)):
-            # Nobody else will ever read that queue: its name was made for one process.
-            collect(self._path(address).rings, discard=True)
+        _discard(self._path(address))
 
     def _path(self, address: str) -> QueuePath:
         return QueuePath(address, self._namespace, self._runtime_dir)
@@ -203,8 +206,12 @@ def _nothing() -> None:
 
 def discard_lost_replies(namespace: str, runtime_dir: str | os.PathLike[str] | None = None) -> None:
     """Remove the replies of engines that died, to clients that are gone as well. What is alive is not touched."""
-    addresses = {name.split(":")[2] for name in names(f"shmq:{namespace}:{REPLY_PREFIX}")}
-    for address in addresses:
-        path = QueuePath(address, namespace, runtime_dir)
-        if not consumer_is_alive(path):
-            collect(path.rings, discard=True)
+    for address in {name.split(":")[2] for name in names(f"shmq:{namespace}:{REPLY_PREFIX}")}:
+        _discard(QueuePath(address, namespace, runtime_dir))
+
+
+def _discard(path: QueuePath) -> None:
+    """Nobody else will ever read the queue of a client that is gone: its name was made for that one."""
+    if not consumer_is_alive(path):
+        collect(path.rings, discard=True)
+        discard_files(path)

@@ -137,11 +137,14 @@ class BatchScheduler:
     def _work(self) -> None:
         try:
             while batch := self._next_batch():
+                for task in batch:
+                    task.begin()
                 ready = [task for task in batch if self._is_ready(task)]
                 if ready:
                     self._run(ready)
                 for task in batch:
                     task.inputs = None
+                    task.end()
                 # Nothing here may keep the last ones alive while nothing comes.
                 del batch, ready, task
         finally:
@@ -156,7 +159,12 @@ class BatchScheduler:
             self._running = []
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._waiting or self._closed)
-            self._running = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._max_batch))]
+            waiting = self._waiting
+            while waiting and len(self._running) < self._max_batch:
+                if self._running and (waiting[0].suspect or self._running[0].suspect):
+                    # Alone, so that it is known who is to blame if this engine dies, too.
+                    break
+                self._running.append(waiting.popleft())
             return list(self._running)
 
     def _is_ready(self, task: Task) -> bool:

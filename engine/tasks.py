@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,8 @@ class Task:
         deadline_ns: when its time is over, by the monotonic clock; 0 for never.
         origin: where its results go. The receiver's.
         hold: the message that it came in, which the receiver releases once its last result was sent; None for none.
+        on_work: what the receiver does when work on it begins, and when it has ended.
+        suspect: an engine died while it was at work on this; it is to be run alone.
         cancelled: nobody waits for it any more, and what its handler still says of it is dropped. A handler may look.
     """
 
@@ -30,6 +33,8 @@ class Task:
     deadline_ns: int = 0
     origin: Any = None
     hold: Message | None = None
+    on_work: Callable[[Task, bool], None] | None = None
+    suspect: bool = False
     cancelled: bool = False
     _made: dict[int, int] = field(default_factory=dict)
     """The next step of each choice that its handler has begun, -1 of those that it has finished."""
@@ -63,6 +68,16 @@ class Task:
         return Result(self, Output(self.request_id, choice, step, value, finished))
 
     # -- for schedulers -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Work on it begins: if the engine dies before it ends, this request may be to blame."""
+        if self.on_work is not None:
+            self.on_work(self, True)
+
+    def end(self) -> None:
+        """Work on it has ended, whatever came of it."""
+        if self.on_work is not None:
+            self.on_work(self, False)
 
     def restart(self) -> None:
         """It will be run again from the start. What was passed on already is not passed on again."""

@@ -71,10 +71,14 @@ class ConsumerBase:
     A message with which ``max_deliveries`` consumers died (None: any number) is set aside: not delivered any more, kept
     in its ring, logged, and told once to ``on_set_aside``, on whatever thread gets messages. A message that is held for
     ``warn_held`` seconds (None: never) is logged, once. ``metrics`` counts what is taken.
+
+    ``spin``: whether ``get`` may look into the rings for up to half a millisecond before it sleeps, while messages come
+    quickly. The shortest way where the process has nothing else to do; not for one whose other work needs the core.
     """
 
     _noun = "consumer"
     _protocol_class = ConsumerProtocol
+    _may_spin: bool
     _on_set_aside: Callable[[SetAside], None] | None = None
 
     def __init__(
@@ -89,12 +93,14 @@ class ConsumerBase:
         warn_held: float | None = 60.0,
         runtime_dir: str | os.PathLike[str] | None = None,
         metrics: QueueMetrics | None = None,
+        spin: bool = True,
     ) -> None:
         _check_limits(max_deliveries, warn_held)
         path = QueuePath(queue, namespace, runtime_dir)
         self._queue_lock = QueueLock(path)
         self._on_set_aside = on_set_aside
         self._begin(path, QueueRings(path, max_deliveries or 0), encoding.decoder(accept, type), warn_held, metrics)
+        self._may_spin = self._may_spin and spin
 
     def _begin(
         self,
@@ -207,8 +213,8 @@ class ConsumerBase:
             with contextlib.suppress(IndexError):
                 aside = self._news.popleft()
                 logger.error(
-                    "%s: message %d of producer %s is set aside: it was handed out %d times, and each time its "
-                    "consumer died; Consumer.set_aside() has it for inspection",
+                    "%s: message %d of producer %s is set aside, for too many consumers died with it (handed out %d "
+                    "times); Consumer.set_aside() has it for inspection",
                     self._path,
                     aside.sequence,
                     aside.producer,

@@ -77,6 +77,24 @@ class Message(msgspec.Struct, eq=False, weakref=True):
         """Whether a consumer that is gone had been handed this message already."""
         return self.deliveries > 0
 
+    @property
+    def deaths(self) -> int:
+        """How many consumers died with this message, or with its work begun. Not to be asked after ``release``."""
+        return self._source.reader.deaths(self._offset) if self.deliveries and self._offset >= 0 else 0
+
+    def postpone(self) -> None:
+        """Say that work on it has not begun: if this process dies before ``begin``, it is not held against the message.
+
+        For those who take many messages and work on some. Not while another thread may release it.
+        """
+        if self._offset >= 0:
+            self._source.reader.postpone(self._offset)
+
+    def begin(self) -> None:
+        """Say that work on it begins, after ``postpone``. Not while another thread may release it."""
+        if self._offset >= 0:
+            self._source.reader.begin(self._offset)
+
     def release(self) -> None:
         """Acknowledge the message. Arrays taken from it stay valid, and keep its space as long. Idempotent."""
         offset, self._offset = self._offset, -1

@@ -182,22 +182,34 @@ def collect_files(namespace: str | None = None) -> list[Finding]:
     findings = []
     for directory in sorted(glob.glob(os.path.join(runtime, glob.escape(namespace) if namespace else "*"))):
         for lock in sorted(glob.glob(os.path.join(directory, "*.lock"))):
-            with no_fork, contextlib.suppress(OSError):
-                fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if _same_file(fd, lock):
-                        with contextlib.suppress(FileNotFoundError):
-                            os.unlink(lock.removesuffix(".lock") + ".sock")
-                        os.unlink(lock)
-                        findings.append(Finding(lock, 0, True, "the process that had this lock and its socket is dead"))
-                finally:
-                    os.close(fd)
+            if _discard(lock):
+                findings.append(Finding(lock, 0, True, "the process that had this lock and its socket is dead"))
         with contextlib.suppress(OSError):
             os.rmdir(directory)
     with contextlib.suppress(OSError):
         os.rmdir(runtime)
     return findings
+
+
+def discard_files(path: QueuePath) -> None:
+    """Remove the socket and the lock of one queue, unless its consumer lives."""
+    _discard(path.lock)
+    path.tidy()
+
+
+def _discard(lock: str) -> bool:
+    with no_fork, contextlib.suppress(OSError):
+        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same_file(fd, lock):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(lock.removesuffix(".lock") + ".sock")
+                os.unlink(lock)
+                return True
+        finally:
+            os.close(fd)
+    return False
 
 
 def consumer_is_alive(path: QueuePath) -> bool:

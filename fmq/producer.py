@@ -64,7 +64,7 @@ _LONGEST_TTL = 1_000_000_000
 
 _STATES = {
     PENDING: "was not taken yet",
-    RETURNED: "waits for the next consumer",
+    RETURNED: "is not begun",
     TAKEN: "is held",
     DONE: "is done, but arrays of it are alive",
     SET_ASIDE: "is set aside for inspection",

@@ -53,7 +53,7 @@ A record::
 What a reader does with a message stands in its release byte::
 
     PENDING --> TAKEN --> DONE --> FREE         handed out; acknowledged; and no view of it is left
-                TAKEN --> RETURNED --> TAKEN    handed back by a consumer that closed in order
+                TAKEN --> RETURNED --> TAKEN    handed back by a consumer that closed in order, or not begun by it
                 TAKEN --> SET_ASIDE --> FREE    too many consumers died with it: kept for inspection
 
 A *topic* is a ring (of another magic) with many readers. Each has a reader slot and the release byte of that number;

@@ -239,6 +239,14 @@ class RingReader:
         self._memory[self._mark + offset] = RETURNED if deliveries else self._new
         self._offset, self._position = offset, self._words[start >> 3]
 
+    def postpone(self, offset: int) -> None:
+        """Of a message that is taken: its work waits, and if this process dies it is not held against the message."""
+        self._memory[self._mark + offset] = RETURNED
+
+    def begin(self, offset: int) -> None:
+        """Undo ``postpone``: if this process dies now, the message may be to blame."""
+        self._memory[self._mark + offset] = TAKEN
+
     def deaths(self, offset: int) -> int:
         """How many consumers died with a message that is taken."""
         return self._words[((HEADER_BYTES + offset) >> 3) + DELIVERIES_WORD] // DEATH
