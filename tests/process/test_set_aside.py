@@ -266,3 +266,45 @@ def test_a_callback_may_do_anything(place: Place, caplog: pytest.LogCaptureFixtu
     assert "on_set_aside failed" in caplog.text
     assert drain(consumer) == [2]
     assert is_empty(producer)
+
+
+def postpone_and_die(connection: Connection, place: Place, begin: bool) -> None:
+    """Take two messages, postpone both, begin the first or none, and die."""
+    with Consumer(place.queue, **place.where, max_deliveries=1) as consumer:
+        messages = [consumer.get(timeout=5), consumer.get(timeout=5)]
+        for message in messages:
+            message.postpone()
+        if begin:
+            messages[0].begin()
+        connection.send([message.deaths for message in messages])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
+@pytest.mark.parametrize("begin", [False, True])
+def test_of_what_a_consumer_had_taken_only_what_it_had_begun_is_to_blame_for_its_death(
+    place: Place, begin: bool, payload: Callable[[], Any]
+) -> None:
+    producer = place.producer()
+    producer.put(payload())
+    producer.put(payload())
+    with Child(postpone_and_die, place, begin) as child:
+        assert child.hear() == [0, 0]
+        assert child.join() == -signal.SIGKILL
+    consumer = place.consumer(max_deliveries=1)
+    assert drain(consumer) == ([1] if begin else [0, 1])
+    assert [aside.sequence for aside in consumer.set_aside()] == ([0] if begin else [])
+    for aside in consumer.set_aside():
+        aside.discard()
+
+
+def test_a_message_that_was_given_back_is_neither_postponed_nor_begun(place: Place) -> None:
+    producer, consumer = place.producer(), place.consumer()
+    producer.put({"n": 1})
+    message = consumer.get(timeout=5)
+    message.postpone()
+    message.release()
+    message.begin()
+    message.postpone()
+    assert message.deaths == 0
+    assert is_empty(producer)
