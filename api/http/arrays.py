@@ -10,10 +10,11 @@ header in JSON, the data).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import math
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -188,20 +189,6 @@ async def safetensors(body: Bytes, loans: Loans, place: str = "$") -> dict[str, 
 
 async def npz(body: Bytes, loans: Loans, limit: int, place: str = "$") -> dict[str, NDArray[Any]]:
     """The arrays of an npz file, by name, up to ``limit`` bytes in all. Raises HttpError for what is none."""
-    try:
-        return await _npz(body, loans, limit, place)
-    except HttpError:
-        raise
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
-        raise bad(f"this is no npz: {error}", place) from None
-    except Exception as error:
-        # Each way to compress has errors of its own.
-        if type(error).__module__ in ("zlib", "lzma", "_lzma", "_bz2", "builtins"):
-            raise bad(f"the npz is damaged: {error}", place) from None
-        raise
-
-
-async def _npz(body: Bytes, loans: Loans, limit: int, place: str) -> dict[str, NDArray[Any]]:
     archive, headers = await asyncio.to_thread(_open_npz, body, place)
     with archive:
         total = sum(header.nbytes for header in headers.values())
@@ -213,22 +200,40 @@ async def _npz(body: Bytes, loans: Loans, limit: int, place: str) -> dict[str, N
 
 
 def _open_npz(body: Bytes, place: str) -> tuple[zipfile.ZipFile, dict[str, _Header]]:
-    archive = zipfile.ZipFile(io.BufferedReader(MemoryFile(body)))
-    headers = {}
+    with _damage(place):
+        archive = zipfile.ZipFile(io.BufferedReader(MemoryFile(body)))
     names = archive.namelist()
     if len(names) > _MAX_MEMBERS:
         raise bad(f"it has {len(names):,} members; at most {_MAX_MEMBERS:,} are taken", place)
+    headers = {}
     for name in names:
-        with archive.open(name) as member:
-            headers[name] = _read_header(member, f"{place}.{name}")
+        where = _member(place, name)
+        with _damage(where), archive.open(name) as member:
+            headers[name] = _read_header(member, where)
     return archive, headers
 
 
 def _fill(archive: zipfile.ZipFile, targets: dict[str, Bytes], place: str) -> None:
     for name, target in targets.items():
-        with archive.open(name) as member:
-            _read_header(member, f"{place}.{name}")
-            _read_into(member.read, target.data, f"{place}.{name}")
+        where = _member(place, name)
+        with _damage(where), archive.open(name) as member:
+            _read_header(member, where)
+            _read_into(member.read, target.data, where)
+
+
+def _member(place: str, name: str) -> str:
+    return f"{place}.{name.removesuffix('.npy')}"
+
+
+@contextlib.contextmanager
+def _damage(place: str) -> Iterator[None]:
+    """Errors of reading an archive, as the HttpError with the place. Each way to compress has errors of its own."""
+    try:
+        yield
+    except HttpError:
+        raise
+    except Exception as error:
+        raise bad(f"this is no npz that can be read: {error}", place) from None
 
 
 def _read_into(read: Callable[[int], bytes], target: memoryview, place: str) -> None:
