@@ -59,7 +59,7 @@ def _batch(random: np.random.Generator, size: int) -> tuple[Any, Any]:
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="Batches to learn from.")] = 2500,
+    steps: Annotated[int, typer.Option(help="Batches to learn from.")] = 6000,
     size: Annotated[int, typer.Option(help="Pictures in a batch.")] = 32,
 ) -> None:
     """Train, say how well it does on pictures it has not seen, and write the weights."""
