@@ -8,6 +8,7 @@ lock when the process is gone, however it went and in whatever PID namespace, an
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -37,6 +38,10 @@ DIRECTORY = "/dev/shm"
 MAKING = "making-"
 """What the name of a segment begins with until it is whole."""
 MAX_NAME_BYTES = 240
+
+_MADV_POPULATE_WRITE = 23
+"""madvise(2)"""
+_libc = ctypes.CDLL(None)
 
 _SYSTEM_ERRORS = (OSError, ValueError, posix_ipc.Error)
 _LIMITS = {
@@ -80,8 +85,7 @@ class Segment:
         _check_space(name, size)
         for last in (False, False, True):
             try:
-                with no_fork:
-                    return cls._create(name, size, payload_bytes, magic, ring_id)
+                return cls._create(name, size, payload_bytes, magic, ring_id)
             except SegmentMissingError:
                 # Somebody who looked for orphans took it for one while it was made.
                 if last:
@@ -92,29 +96,27 @@ class Segment:
     def _create(cls, name: str, size: int, payload_bytes: int, magic: int, ring_id: bytes) -> Segment:
         # Made under another name and linked when it is whole: nobody ever sees half a segment under its own name.
         making = MAKING + name
-        try:
-            handle = posix_ipc.SharedMemory("/" + making, flags=posix_ipc.O_CREX, mode=0o600, size=0)
-        except posix_ipc.ExistentialError:
-            raise SegmentExistsError(f"segment {name} is being made by somebody else; choose another name") from None
-        except _SYSTEM_ERRORS as error:
-            raise _system_error(f"segment {name} can't be created in {DIRECTORY}", error) from error
-        try:
-            with _Descriptor(handle.fd) as fd, _Descriptor(_open(making)) as lock:
+        with contextlib.ExitStack() as undo:
+            with no_fork:
+                fd = undo.enter_context(_Descriptor(_open_new(name, making)))
+                undo.callback(unlink, making)
+                lock = undo.enter_context(_Descriptor(_open(making)))
                 if not _lock(lock.fd) or os.fstat(lock.fd).st_nlink == 0:
                     raise SegmentMissingError(f"segment {name} was taken for an orphan while it was made; try again")
-                _allocate(name, fd.fd, size)
-                segment = cls(name, _map(name, fd.fd, size), size, lock.detach())
+            # A second for a GiB: other threads may fork meanwhile, and look for who lives.
+            _allocate(name, fd.fd, size)
+            memory = _map(name, fd.fd, size)
+            with no_fork:
+                segment = cls(name, memory, size, lock.detach())
+            try:
                 segment._write_identity(magic, payload_bytes, ring_id)
-                try:
-                    os.link(os.path.join(DIRECTORY, making), os.path.join(DIRECTORY, name))
-                except FileExistsError:
-                    segment.close()
-                    raise SegmentExistsError(f"segment {name} exists already; choose another name") from None
-                except OSError as error:
-                    segment.close()
-                    raise _system_error(f"segment {name} can't be given its name in {DIRECTORY}", error) from error
-        finally:
-            unlink(making)
+                os.link(os.path.join(DIRECTORY, making), os.path.join(DIRECTORY, name))
+            except FileExistsError:
+                segment.close()
+                raise SegmentExistsError(f"segment {name} exists already; choose another name") from None
+            except OSError as error:
+                segment.close()
+                raise _system_error(f"segment {name} can't be given its name in {DIRECTORY}", error) from error
         return segment
 
     @classmethod
@@ -124,13 +126,16 @@ class Segment:
         Raises SegmentMissingError, ForeignSegmentError, LayoutVersionError or TruncatedSegmentError.
         """
         _check_name(name)
-        with no_fork, _Descriptor(_open(name)) as lock:
+        with contextlib.ExitStack() as undo:
+            with no_fork:
+                lock = undo.enter_context(_Descriptor(_open(name)))
+                # Through a description of its own: a mapping keeps one, and in a forked child that would keep the lock.
+                again = undo.enter_context(_Descriptor(_open_again(name, lock.fd)))
             # Before anything is mapped: to map a file is to allocate its pages.
             size = _check_identity(name, lock.fd, magic)
-            # Through a description of its own: a mapping keeps one, and in a forked child that would keep the lock.
-            with _Descriptor(_open_again(name, lock.fd)) as again:
-                memory = _map(name, again.fd, size)
-            return cls(name, memory, size, lock.detach())
+            memory = _map(name, again.fd, size)
+            with no_fork:
+                return cls(name, memory, size, lock.detach())
 
     def _write_identity(self, magic: int, payload_bytes: int, ring_id: bytes) -> None:
         words = self.words
@@ -229,21 +234,26 @@ class Segment:
 
 
 class _Descriptor:
-    """Closes a file descriptor at the end of its block, unless it was detached."""
+    """Closes a file descriptor at the end of its block, unless it was detached; and its copy in a forked child."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        abandon_in_child(self)
 
     def detach(self) -> int:
         fd, self.fd = self.fd, -1
         return fd
 
+    def abandon(self) -> None:
+        self.__exit__()
+
     def __enter__(self) -> _Descriptor:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def unlink(name: str) -> bool:
@@ -305,6 +315,15 @@ def _system_error(what: str, error: Exception) -> SegmentError:
     if number == errno.ENOSPC:
         return SegmentSpaceError(f"{what}: {error}; it may have no inode left (df -i {DIRECTORY})")
     return SegmentError(f"{what}: {error}")
+
+
+def _open_new(name: str, making: str) -> int:
+    try:
+        return int(posix_ipc.SharedMemory("/" + making, flags=posix_ipc.O_CREX, mode=0o600, size=0).fd)
+    except posix_ipc.ExistentialError:
+        raise SegmentExistsError(f"segment {name} is being made by somebody else; choose another name") from None
+    except _SYSTEM_ERRORS as error:
+        raise _system_error(f"segment {name} can't be created in {DIRECTORY}", error) from error
 
 
 def _open_again(name: str, fd: int) -> int:
@@ -395,15 +414,19 @@ def _space_error(name: str, size: int, free: int) -> SegmentSpaceError:
 
 
 def _map(name: str, fd: int, size: int) -> mmap.mmap:
-    # Populated at once: a first touch of each page in the middle of a message costs more than the copy.
     try:
-        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
     except OSError as error:
         raise _system_error(f"{size:,} bytes of segment {name} can't be mapped", error) from error
+    # At once: a first touch of each page in the middle of a message costs more than the copy. Not by MAP_POPULATE, for
+    # which mmap keeps the interpreter, half a second for a GiB. Linux before 5.14 can't, and does it page by page.
+    start = ctypes.c_char.from_buffer(memory)
+    _libc.madvise(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
+    return memory
 
 
 no_fork = threading.RLock()
-"""Held while a descriptor with a lock exists of which nobody knows yet: a fork waits for it.
+"""Held while a descriptor with a lock exists that nobody would close in a child: a fork waits for it. Never for long.
 
 A child that got a copy of such a descriptor would not know that it has to close it, and would keep the lock of a
 parent that is dead.

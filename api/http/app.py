@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import time
@@ -33,6 +34,7 @@ from fmq.calls import described
 from fmq.metrics import QueueMetrics
 
 _MAX_CHOICES = 128
+_LAG_SECONDS = 0.05
 _NO_CONTENT = 499
 """Nobody gets it: the client is gone."""
 
@@ -52,14 +54,18 @@ class Worker:
         self.started = int(time.time())
         self.gate = Gate(settings)
         self.client: EngineClient | None = None
+        self._lag: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Make the rings. Raises as EngineClient does."""
         self.client = self._make_client(self.settings)
         await self.client.start()
+        self._lag = asyncio.create_task(_watch_lag(), name="loop-lag")
 
     async def close(self) -> None:
         """Abort what is not answered, and let go of the rings."""
+        if self._lag is not None:
+            self._lag.cancel()
         if self.client is not None:
             await self.client.close()
         self.gate.close()
@@ -89,6 +95,14 @@ class Worker:
         """Room in the ring to the engine that is to have the next request. Raises EngineUnavailableError."""
         assert self.client is not None
         return Loans(self.client.choose(), self.settings.put_timeout)
+
+
+async def _watch_lag() -> None:
+    """Measure by how much the event loop is late: what holds it up, holds up everybody."""
+    while True:
+        due = time.perf_counter() + _LAG_SECONDS
+        await asyncio.sleep(_LAG_SECONDS)
+        metrics.LOOP_LAG.observe(max(0.0, time.perf_counter() - due))
 
 
 def request_id(request: Request) -> str:

@@ -21,6 +21,11 @@ SECONDS = Histogram(
     ["route"],
     buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )
+LOOP_LAG = Histogram(
+    "shmq_http_loop_lag_seconds",
+    "By how much a worker's event loop is late, sampled",
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1),
+)
 BYTES = Counter("shmq_http_body_bytes_total", "Bytes of bodies", ["direction"])
 IN_FLIGHT = Gauge("shmq_http_requests_in_flight", "Requests being answered", multiprocess_mode="livesum")
 
