@@ -67,8 +67,8 @@ def main(
     try:
         with _listen(host, port) as listening:
             print(
-                f"api: serving http://{host}:{listening.getsockname()[1]} with {workers} workers, for "
-                f"{', '.join(settings.engines)}; stop with Ctrl-C",
+                f"api: serving http://{host}:{listening.getsockname()[1]} with {workers} "
+                f"worker{'s' if workers > 1 else ''}, for {', '.join(settings.engines)}; stop with Ctrl-C",
                 flush=True,
             )
             fd = listening.fileno()

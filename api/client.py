@@ -57,7 +57,7 @@ _LATE_SECONDS = 0.5
 """How long after its deadline the engine's own word on a request is waited for."""
 _KEPT = 10_000
 """Requests that are finished, and whose results nobody has asked for yet, are kept, the newest of them."""
-_MISCHOSEN = 1_000_000_000
+_LONGEST_SECONDS = 1_000_000_000
 
 
 @dataclass(slots=True)
@@ -467,6 +467,6 @@ async def _within(timeout: float, future: asyncio.Future[T]) -> T:
 
 
 def _seconds(name: str, value: float) -> float:
-    if not isinstance(value, numbers.Real) or not 0 < value < _MISCHOSEN:
+    if not isinstance(value, numbers.Real) or not 0 < value < _LONGEST_SECONDS:
         raise ValueError(f"{name} is a number of seconds above 0; this one is {value!r}")
     return float(value)
