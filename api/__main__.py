@@ -73,7 +73,9 @@ def main(
             )
             fd = listening.fileno()
             command = [sys.executable, "-m", "api.http.worker", str(fd)]
-            look_after([[Ward(f"api worker {number}", command, pass_fds=[fd]) for number in range(workers)]])
+            crew = [Ward(f"api worker {number}", command, pass_fds=[fd]) for number in range(workers)]
+            # At the end nobody may be left in the queue of a socket that none accepts from any more.
+            look_after([crew], at_end=listening.close)
     finally:
         if own is not None:
             shutil.rmtree(own, ignore_errors=True)

@@ -1,7 +1,8 @@
 """``shmq serve``: engines and the HTTP front end under one supervisor, as one would run them by hand.
 
 A process that ends is started again, after a pause that grows while it keeps ending. SIGTERM and SIGINT end the front
-end first, so that nothing new comes, and then the engines. If the supervisor is killed, the kernel ends the rest.
+end first, so that nothing new comes, and then the engines. If the supervisor is killed, the rest ends by itself, in
+the same order.
 """
 
 from __future__ import annotations
@@ -37,12 +38,15 @@ def serve(
         environment["FMQ_NAMESPACE"] = namespace
     queues = ["requests"] if engines == 1 else [f"requests-{number}" for number in range(engines)]
     options = [word for pair in option or () for word in ("--option", pair)]
+    told, held = os.pipe()
     crew = []
     for queue in queues:
         command = [sys.executable, "-m", "engine", "--queue", queue, "--handler", handler, *options]
-        crew.append(Ward(f"engine {queue}", [*command, "--max-batch", str(max_batch)], environment))
+        command += ["--max-batch", str(max_batch), "--until-closed", str(told)]
+        # However this process ends: the engines end when the front end has, whose last requests they answer.
+        crew.append(Ward(f"engine {queue}", command, environment, pass_fds=[told], outlives=True))
     names = [word for queue in queues for word in ("--engine", queue)]
-    front = Ward("api", [sys.executable, "-m", "api", *names, *context.args], environment)
+    front = Ward("api", [sys.executable, "-m", "api", *names, *context.args], environment, pass_fds=[held])
     try:
         look_after([crew, [front]])
     finally:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from api.parent import end_with
 
@@ -22,12 +22,22 @@ END_SECONDS = 40.0
 
 
 class Ward:
-    """A process that is looked after. It ends with this one, however this one ends. For the main thread."""
+    """A process that is looked after. For the main thread.
+
+    It ends with this one, however this one ends, unless it ``outlives`` it: then it has to know by itself when to end.
+    """
 
     def __init__(
-        self, name: str, command: list[str], environment: dict[str, str] | None = None, *, pass_fds: Sequence[int] = ()
+        self,
+        name: str,
+        command: list[str],
+        environment: dict[str, str] | None = None,
+        *,
+        pass_fds: Sequence[int] = (),
+        outlives: bool = False,
     ) -> None:
         self.name = name
+        self._outlives = outlives
         self._pass_fds = pass_fds
         self._command = command
         self._environment = environment
@@ -43,7 +53,9 @@ class Ward:
             self._command,
             env=self._environment,
             pass_fds=self._pass_fds,
-            preexec_fn=functools.partial(end_with, os.getpid()),
+            # Ctrl-C in a terminal is for this process, which ends the others in order.
+            start_new_session=True,
+            preexec_fn=None if self._outlives else functools.partial(end_with, os.getpid()),
         )
 
     def look(self) -> None:
@@ -83,8 +95,11 @@ def _why(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def look_after(groups: Sequence[Sequence[Ward]]) -> None:
-    """Run until SIGTERM or SIGINT; then end one group after another, the last one first. In the main thread."""
+def look_after(groups: Sequence[Sequence[Ward]], at_end: Callable[[], None] = lambda: None) -> None:
+    """Run until SIGTERM or SIGINT; then ``at_end``, and end one group after another, the last one first.
+
+    In the main thread.
+    """
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -96,6 +111,7 @@ def look_after(groups: Sequence[Sequence[Ward]]) -> None:
             for ward in wards:
                 ward.look()
     finally:
+        at_end()
         for group in reversed(groups):
             deadline = time.monotonic() + END_SECONDS
             for ward in group:

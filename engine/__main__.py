@@ -39,6 +39,10 @@ def run(
         str | None, typer.Option(help="Also serve plain ZeroMQ over TCP: REQUESTS,RESULTS,CONTROL ports.")
     ] = None,
     adapter_host: Annotated[str, typer.Option(help="The address of this host that they are bound to.")] = "127.0.0.1",
+    until_closed: Annotated[
+        int | None,
+        typer.Option(help="End when nobody has the other end of this pipe, a descriptor, any more."),
+    ] = None,
     adapter_only: Annotated[bool, typer.Option("--adapter-only", help="Serve those instead of the queue.")] = False,
 ) -> None:
     """Take requests from a queue, run them in batches, and answer whoever asked."""
@@ -52,6 +56,8 @@ def run(
             load_paddle()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
+        if until_closed is not None:
+            threading.Thread(target=_wait_for_end, args=(until_closed, stop), daemon=True).start()
         adapter = _adapter(adapter_ports, adapter_host, adapter_only)
         scheduler = BatchScheduler(
             made, max_batch=max_batch, max_waiting=max_waiting, prepare=to_paddle if takes_tensors else None
@@ -86,6 +92,12 @@ def run(
         # A handler that does not end would hold up the interpreter's own end.
         sys.stdout.flush()
         os._exit(1 if engine.failed else 0)
+
+
+def _wait_for_end(fd: int, stop: threading.Event) -> None:
+    while os.read(fd, 1024):
+        pass
+    stop.set()
 
 
 def _done(engine: Engine) -> int:

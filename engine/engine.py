@@ -368,11 +368,13 @@ class Engine:
             raise DecodeError(f"message {message.sequence} of {message.producer} is no call")
 
     def _beat(self, state: State | None = None) -> None:
-        board = self._board
-        board[Gauge.HEARTBEAT_NS] = time.monotonic_ns()
-        board[Gauge.WAITING], board[Gauge.RUNNING] = self._scheduler.load()
+        self._board[Gauge.HEARTBEAT_NS] = time.monotonic_ns()
+        self._show_load()
         if state is not None:
-            board[Gauge.STATE] = state
+            self._board[Gauge.STATE] = state
+
+    def _show_load(self) -> None:
+        self._board[Gauge.WAITING], self._board[Gauge.RUNNING] = self._scheduler.load()
 
     def _fail(self, what: str) -> None:
         logger.critical("%s; this engine does nothing any more, restart it", what, exc_info=True)
@@ -390,6 +392,7 @@ class Engine:
                 results = self._get_results()
                 self._send([*results, *self._take_refused()])
                 self._send_answers()
+                self._show_load()
                 for sink in self._sinks:
                     for address in sink.turn():
                         self._forget(Origin(sink, address))

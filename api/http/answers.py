@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.client import EngineClient
-from api.http.errors import http_error
+from api.http.errors import HttpError, http_error
 from fmq.calls import Output
 from fmq.plain import to_json
 
@@ -103,6 +103,10 @@ class EventStream(Response):
             try:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 await while_connected(receive, self._stream(send))
+            except asyncio.CancelledError:
+                told = HttpError(503, "server_ending", "this server ends, and there is more to say; ask again")
+                body = b"data: " + to_json(told.body(self._request_id)) + b"\n\n" + DONE
+                await send({"type": "http.response.body", "body": body, "more_body": False})
             finally:
                 self._asked.leave()
 

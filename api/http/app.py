@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Query
+from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -24,7 +25,7 @@ from api.http import chat as chats
 from api.http import metrics
 from api.http.answers import Asked, ClientGoneError, EventStream, answer_once
 from api.http.bodies import Loans, receive
-from api.http.errors import HttpError, http_error
+from api.http.errors import HttpError, bad, http_error
 from api.http.gate import Gate
 from api.http.middleware import Requests
 from api.http.settings import Settings
@@ -144,6 +145,7 @@ def create_app(settings: Settings | None = None, make_client: MakeClient = new_c
     )
     app.add_middleware(Requests, gate=worker.gate)
     app.add_exception_handler(HTTPException, _starlette_error)
+    app.add_exception_handler(RequestValidationError, _query_error)
     for kind in (HttpError, ClientDisconnect, ClientGoneError):
         app.add_exception_handler(kind, _told_error)
     _add_v1(app, worker)
@@ -193,12 +195,12 @@ def _add_v1(app: FastAPI, worker: Worker) -> None:
 
 
 def _add_health(app: FastAPI, worker: Worker) -> None:
-    @app.get("/health", response_model=None)
+    @app.api_route("/health", methods=["GET", "HEAD"], response_model=None)
     async def health() -> Response:
         """Whether an engine's receive loop turns, by its heartbeat in shared memory."""
         return _health(worker.engines)
 
-    @app.get("/ready", response_model=None)
+    @app.api_route("/ready", methods=["GET", "HEAD"], response_model=None)
     async def ready() -> Response:
         """Whether this worker can take a request now."""
         try:
@@ -272,6 +274,13 @@ async def _told_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HttpError):
         return error.response(request_id(request))
     return Response(status_code=_NO_CONTENT)
+
+
+async def _query_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    return bad(f"{place}: {first['msg']}", place).response(request_id(request))
 
 
 async def _starlette_error(request: Request, error: Exception) -> Response:

@@ -32,6 +32,8 @@ _MAX_SAFETENSORS_HEADER = 16 * 1024 * 1024
 _MAX_MEMBERS = 1024
 _MAX_RANK = 64
 _PIECE = 1024 * 1024
+_HEADER_LENGTH = {(1, 0): 2, (2, 0): 4}
+"""Bytes that say how long the header of an npy is, by its version."""
 
 _SAFETENSORS_DTYPES = {
     "BOOL": np.bool_,
@@ -94,23 +96,33 @@ class _Header:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def over(self, memory: NDArray[Any]) -> NDArray[Any]:
-        """The array over its data, [nbytes]."""
-        flat = memory.view(self.dtype)
-        return flat.reshape(self.shape[::-1]).T if self.fortran else flat.reshape(self.shape)
+    def over(self, memory: NDArray[Any], place: str) -> NDArray[Any]:
+        """The array over its data, [nbytes]. Raises HttpError for a shape that no array has."""
+        try:
+            flat = memory.view(self.dtype)
+            return flat.reshape(self.shape[::-1]).T if self.fortran else flat.reshape(self.shape)
+        except (ValueError, OverflowError) as error:
+            raise bad(f"an array can't have shape {self.shape}: {error}", place) from None
 
 
 def _read_header(file: Any, place: str) -> _Header:
     """The header of an npy, which is read from ``file`` up to the data. Raises HttpError."""
     try:
         version = npy_format.read_magic(file)
-        if version == (1, 0):
-            shape, fortran, dtype = npy_format.read_array_header_1_0(file)
-        elif version == (2, 0):
-            shape, fortran, dtype = npy_format.read_array_header_2_0(file)
-        else:
+        if version not in _HEADER_LENGTH:
             raise ValueError(f"its version is {version[0]}.{version[1]}; 1.0 and 2.0 can be read")
-    except (ValueError, TypeError, EOFError, SyntaxError, OSError) as error:
+        field = file.read(_HEADER_LENGTH[version])
+        length = int.from_bytes(field, "little")
+        if length > _MAX_HEADER:
+            raise ValueError(f"its header would have {length:,} bytes")
+        # Not from the file itself: of what is compressed, numpy would unpack any length before it looks at it.
+        header = io.BytesIO(field + file.read(length))
+        read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
+        shape, fortran, dtype = read(header, max_header_size=_MAX_HEADER)
+    except HttpError:
+        raise
+    except Exception as error:
+        # The header is a Python literal: there are many ways to be none.
         raise bad(f"this is no npy: {error}", place) from None
     if dtype.hasobject:
         raise bad("an array of Python objects is not taken; send plain numbers", place)
@@ -132,7 +144,7 @@ async def npy(body: Bytes, loans: Loans, place: str = "$") -> NDArray[Any]:
             f"{data.nbytes:,} came",
             place,
         )
-    return header.over(await aligned(data, header.dtype, loans))
+    return header.over(await aligned(data, header.dtype, loans), place)
 
 
 async def aligned(data: Bytes, dtype: np.dtype[Any], loans: Loans) -> Bytes:
@@ -161,7 +173,7 @@ async def safetensors(body: Bytes, loans: Loans, place: str = "$") -> dict[str, 
         entries = msgspec.json.decode(body[8 : 8 + length].data, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         infos = {name: msgspec.json.decode(raw, type=_TensorInfo) for name, raw in entries.items()}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise bad(f"the header of the safetensors file can't be read: {error}", place) from None
     data = body[8 + length :]
     end = 0
@@ -181,7 +193,7 @@ async def safetensors(body: Bytes, loans: Loans, place: str = "$") -> dict[str, 
         if len(info.shape) > _MAX_RANK:
             raise bad(f"an array can't have {len(info.shape)} dimensions", where)
         end = last
-        arrays[name] = header.over(await aligned(data[first:last], header.dtype, loans))
+        arrays[name] = header.over(await aligned(data[first:last], header.dtype, loans), where)
     if end != data.nbytes:
         raise bad(f"{data.nbytes - end:,} bytes follow the last tensor", place)
     return arrays
@@ -196,7 +208,9 @@ async def npz(body: Bytes, loans: Loans, limit: int, place: str = "$") -> dict[s
             raise too_large(f"its arrays have {total:,} bytes, and this server takes {limit:,}", place)
         targets = {name: await loans.empty(header.nbytes) for name, header in headers.items()}
         await asyncio.to_thread(_fill, archive, targets, place)
-    return {name.removesuffix(".npy"): header.over(targets[name]) for name, header in headers.items()}
+    return {
+        name.removesuffix(".npy"): header.over(targets[name], _member(place, name)) for name, header in headers.items()
+    }
 
 
 def _open_npz(body: Bytes, place: str) -> tuple[zipfile.ZipFile, dict[str, _Header]]:

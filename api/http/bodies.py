@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from api.engines import EngineLink
 from api.http.errors import HttpError, bad, too_large
 
+IDLE_SECONDS = 30.0
 SMALL = 64 * 1024
 """A body up to this size is not worth a loan."""
 
@@ -45,7 +47,7 @@ def content_length(request: Request, limit: int) -> int | None:
 async def chunks(request: Request, length: int) -> AsyncIterator[bytes]:
     """The body in pieces, ``length`` bytes in all. Raises ClientDisconnect if it ends before."""
     received = 0
-    async for chunk in request.stream():
+    async for chunk in _patiently(request.stream()):
         received += len(chunk)
         if received > length:
             raise bad(f"the body goes on after the {length:,} bytes that its Content-Length names")
@@ -53,6 +55,37 @@ async def chunks(request: Request, length: int) -> AsyncIterator[bytes]:
             yield chunk
     if received < length:
         raise bad(f"the body ends after {received:,} bytes, and its Content-Length names {length:,}")
+
+
+async def _patiently(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same. Raises HttpError 408 if nothing comes for IDLE_SECONDS: who stands still may keep no room in a ring."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    seen, expired = loop.time(), False
+    timer: asyncio.TimerHandle
+
+    def look() -> None:
+        nonlocal timer, expired
+        left = seen + IDLE_SECONDS - loop.time()
+        if left <= 0:
+            expired = True
+            task.cancel()
+        else:
+            timer = loop.call_later(left, look)
+
+    # One timer for the whole body: one for each chunk would cost more than the chunk.
+    timer = loop.call_later(IDLE_SECONDS, look)
+    try:
+        async for chunk in stream:
+            yield chunk
+            seen = loop.time()
+    except asyncio.CancelledError:
+        if not expired:
+            raise
+        raise HttpError(408, "request_timeout", f"of the body nothing has come for {IDLE_SECONDS:.0f} s") from None
+    finally:
+        timer.cancel()
 
 
 async def receive(request: Request, loans: Loans, limit: int) -> Bytes:
@@ -75,7 +108,7 @@ async def receive(request: Request, loans: Loans, limit: int) -> Bytes:
 async def _receive_unannounced(request: Request, limit: int) -> Bytes:
     parts: list[bytes] = []
     received = 0
-    async for chunk in request.stream():
+    async for chunk in _patiently(request.stream()):
         parts.append(chunk)
         received += len(chunk)
         if received > limit:

@@ -9,7 +9,7 @@ import time
 from api.http.errors import HttpError
 from api.http.settings import Settings
 from fmq.paths import QueuePath
-from shmq import Board, ShmqError
+from shmq import Board, ShmqError, collect
 from shmq.segment import names
 
 _IN_FLIGHT = 0
@@ -70,8 +70,9 @@ class Gate:
                     if board.is_current():
                         self._others[name] = board
                     else:
-                        # Of a worker that was killed.
                         board.close()
+                        # Of a worker that was killed.
+                        collect(name)
 
     def close(self) -> None:
         """Count nobody any more. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
@@ -79,6 +80,14 @@ class Requests:
                     metrics.IN_FLIGHT.set(self._gate.in_flight)
         except HttpError as error:
             await error.response(request_id)(scope, exchange.receive, exchange.send)
+        except asyncio.CancelledError:
+            # The server ends, and has waited for as long as it may.
+            if exchange.status:
+                raise
+            ending = HttpError(
+                503, "server_ending", "this server ends, and the request has no answer yet; send it again"
+            )
+            await ending.response(request_id)(scope, exchange.receive, exchange.send)
         except Exception:
             logger.exception("request %s failed", request_id)
             if not exchange.status:
@@ -105,7 +114,8 @@ class Requests:
             client[0],
             client[1],
             scope["method"],
-            scope["path"],
+            # As it came, percent-encoded: it can't begin a line of its own.
+            scope["raw_path"].decode("latin-1"),
             status,
             exchange.bytes_in,
             exchange.bytes_out,

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from api.http import arrays, images
 from api.http.bodies import Bytes, Loans, receive
-from api.http.errors import HttpError, bad, not_json
+from api.http.errors import HttpError, bad, not_json, too_large
 from api.http.multipart import Part, receive_form
 from api.http.settings import Settings
 
@@ -97,6 +97,8 @@ async def _field(part: Part, loans: Loans, settings: Settings) -> Any:
     if kind in ("", "application/octet-stream") and part.filename is not None:
         suffix = part.filename[part.filename.rfind(".") :].lower()
         kind = _SUFFIXES.get(suffix, "application/octet-stream")
+    if kind in ("application/json", "text/plain") and part.body.nbytes > settings.max_json:
+        raise too_large(f"it has {part.body.nbytes:,} bytes, and this server takes {settings.max_json:,}", part.place)
     if kind == "application/json":
         try:
             return decode_json(part.body)

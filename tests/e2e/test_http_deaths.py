@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 from collections import Counter
@@ -161,9 +162,6 @@ def test_a_worker_that_is_killed_is_replaced_and_its_rings_are_drained_and_remov
         assert load.statuses.total() - load.statuses[200] <= CLIENTS
         assert "(signal SIGKILL); it is started again" in server.log
         eventually(lambda: server.ring_used() == 0, "the rings are empty")
-        assert server.end() == 0
-        # The board on which the killed worker had counted.
-        site.gc()
 
 
 def _status_of(server: Server, task: Any) -> int | str:
@@ -187,10 +185,8 @@ def test_when_the_supervisor_is_killed_all_end_and_nothing_is_left_to_collect() 
         site.gc()
         assert site.segments() == []
         assert [name for name in site.left() if "shmq-metrics-" not in name] == []
-        for name in os.listdir(site.temporary):
-            for file in os.listdir(os.path.join(site.temporary, name)):
-                os.unlink(os.path.join(site.temporary, name, file))
-            os.rmdir(os.path.join(site.temporary, name))
+        shutil.rmtree(site.temporary)
+        os.mkdir(site.temporary)
 
 
 def test_a_server_that_is_ended_answers_what_it_has_and_leaves_nothing() -> None:
@@ -235,3 +231,33 @@ def test_a_server_that_is_ended_under_load_answers_nothing_but_200_and_leaves_no
         assert {status for status in load.statuses if isinstance(status, int)} == {200}
         assert site.processes() == []
         assert site.left() == []
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_supervisor_alone_and_what_is_in_flight_is_answered() -> None:
+    with Site() as site:
+        server = site.serve("--workers", "2", "--option", "step_seconds=0.05")
+        server.until_ready(2)
+        others = [pid for pid in site.processes() if pid != server.pid]
+        assert all(os.getpgid(pid) != os.getpgid(server.pid) for pid in others)
+        with Load(server, 12) as load:
+            load.until_more(60)
+            server.signal(signal.SIGINT)
+            assert server.wait() == 0
+        assert {status for status in load.statuses if isinstance(status, int)} == {200}
+        assert site.left() == []
+
+
+def test_when_the_supervisor_is_killed_under_load_the_engine_ends_last() -> None:
+    with Site() as site:
+        server = site.serve("--workers", "2")
+        server.until_ready(2)
+        with Load(server) as load:
+            load.until_more(50)
+            processes = site.processes()
+            server.kill()
+            eventually(lambda: not any(map(alive, processes)), "all have ended", PATIENCE)
+        assert {status for status in load.statuses if isinstance(status, int)} == {200}
+        site.gc()
+        assert site.segments() == []
+        shutil.rmtree(site.temporary)
+        os.mkdir(site.temporary)

@@ -242,7 +242,7 @@ def test_the_status_page_shows_engines_queues_fill_and_workers_in_a_browser(
     assert row[:3] == ["requests", "serving", str(engine)]
     assert "serving" in page.classes["engines"]
     heads, queue = page.tables["queues"]
-    assert heads[:2] == ["queue", "ring fill"]
+    assert heads[:2] == ["queue", "fill of its rings"]
     assert queue[0] == "requests"
     assert re.fullmatch(r"\d+ % of 67 MB", queue[1]), queue
     workers = {row[0] for row in page.tables["workers"][1:]}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import shutil
+import struct
 import threading
 import time
+import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -173,3 +176,24 @@ def test_small_requests_are_answered_while_large_ones_are_under_way(server: Serv
     # One that held up all others would have none within its time.
     assert max(within) >= 5, within
     assert sum(within) >= 50, within
+
+
+def test_an_npz_whose_header_is_a_bomb_takes_no_private_memory(server: Server, worker: int) -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("a.npy", "w") as member:
+        member.write(b"\x93NUMPY\x02\x00" + struct.pack("<I", 256 * MIB))
+        for _ in range(256):
+            member.write(b" " * MIB)
+    with Peak(worker) as peak:
+        answer = server.post("/v1/tasks", content=file.getvalue(), headers={"Content-Type": "application/x-npz"})
+    assert answer.status_code == 400
+    assert peak.growth < 64 * MIB
+
+
+def test_json_in_a_form_has_the_limit_that_json_has(server: Server) -> None:
+    text = b"[" + b"1," * (33 * MIB) + b"1]"
+    form = b'--cut\r\nContent-Disposition: form-data; name="x"\r\nContent-Type: application/json\r\n\r\n' + text
+    headers = {"Content-Type": "multipart/form-data; boundary=cut"}
+    answer = server.post("/v1/tasks", content=form + b"\r\n--cut--\r\n", headers=headers)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["param"] == "$.x"

@@ -25,6 +25,7 @@ from PIL import Image
 from safetensors.numpy import save as save_safetensors
 
 from tests.e2e.servers import MIB, TOLD, Server, Site, shared_memory_fixture
+from tests.queues import eventually
 
 __all__ = ["shared_memory_fixture"]
 
@@ -470,6 +471,9 @@ def npy_of(head: str, data: bytes = b"") -> bytes:
         (npy_of("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}"), "can't have shape"),
         (npy_of("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "1," * 65 + ")}", b"1234"), "can't have shape"),
         (npy_of("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 40 + ",)}"), "0 came"),
+        (npy_of("(" * 5000), "no npy"),
+        (npy_of("{'descr': '<f4', 'fortran_order': False, 'shape': (3, 5}"), "no npy"),
+        (npy_of("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 30 + ", 0)}"), "can't have shape"),
         (npy_of("{'descr': 'nonsense', 'fortran_order': False, 'shape': ()}"), "no npy"),
         (npy_of("__import__('os').abort()"), "no npy"),
     ],
@@ -548,6 +552,9 @@ def tensor(dtype: str = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict
         (safetensors_of(tensor(offsets=(4, 8)), b"12345678"), "$.x"),
         (safetensors_of(tensor(shape=[2**62, 2**62], offsets=(0, 2**126)), b"1234"), "$.x"),
         (safetensors_of(tensor(shape=[1] * 65), b"1234"), "$.x"),
+        (safetensors_of(tensor(shape=[2**62, 2**62, 0], offsets=(0, 0))), "$.x"),
+        (safetensors_of(tensor(shape=[2**70, 0], offsets=(0, 0))), "$.x"),
+        (struct.pack("<Q", 10_006) + b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}", "$"),
         (safetensors_of(tensor(), b"12345"), "$"),
     ],
 )
@@ -749,8 +756,28 @@ def test_bytes_that_are_no_http_never_end_a_worker(server: Server) -> None:
 
 # -- nonsense ---------------------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize(
+    "query", ["n=0", "n=129", "n=x", "n=", "timeout=nan", "timeout=inf", "timeout=-1", "timeout=0", "stream=maybe"]
+)
+def test_a_wrong_query_is_an_error_like_all_others(client: httpx.Client, query: str) -> None:
+    refused(post(client, {}, path=f"/v1/tasks?{query}"), 400, param=f"query.{query.partition('=')[0]}")
+
+
+def test_a_path_does_not_begin_a_line_of_the_log() -> None:
+    with Site() as site:
+        server = site.api("--workers", "1")
+        server.until_up(1)
+        server.get("/v1/%0Aforged%0D%1b")
+        eventually(lambda: "forged" in server.log, "it is logged")
+        assert not any(line.startswith("forged") for line in server.log.splitlines())
+
+
 WHOLE: list[tuple[str, bytes]] = [
     (JSON, b'{"prompt": "x", "list": [1, 2.5e3, null, true, "\\u00e9"], "deep": {"a": {"b": []}}}'),
+    (NPY, npy(ARRAY[:3, :5])),
+    (NPY, npy(np.asfortranarray(ARRAY[:3, :5]), (2, 0))),
+    (FORM, field("t", b"text") + field("a", npy(ARRAY[:2, :2]), '; filename="a.npy"') + END),
     (NPZ, npz(a=ARRAY[:2, :3], b=np.ones(3, "?"))),
     (NPZ, npz(True, a=ARRAY[:2, :3], b=np.ones(3, "?"))),
     (SAFETENSORS, save_safetensors({"a": ARRAY[:2, :3].copy(), "b": np.ones(3, "?")})),
