@@ -23,7 +23,7 @@ from fmq.paths import QueueLock, QueuePath
 from fmq.protocol import ConsumerProtocol
 from fmq.rings import QueueRings
 from fmq.waiting import LoopWaiter, Steps, deadline_of, run, run_async
-from shmq import Record, ShmqError, ViewsHeldError, collect
+from shmq import Mappings, Record, ShmqError, ViewsHeldError, collect
 from shmq.segment import abandon_in_child
 
 if TYPE_CHECKING:
@@ -74,6 +74,9 @@ class ConsumerBase:
 
     ``spin``: whether ``get`` may look into the rings for up to half a millisecond before it sleeps, while messages come
     quickly. The shortest way where the process has nothing else to do; not for one whose other work needs the core.
+
+    ``mappings`` is told of the segments that the consumer maps and unmaps, with its lock held (engine.placement pins
+    them for a GPU).
     """
 
     _noun = "consumer"
@@ -94,12 +97,14 @@ class ConsumerBase:
         runtime_dir: str | os.PathLike[str] | None = None,
         metrics: QueueMetrics | None = None,
         spin: bool = True,
+        mappings: Mappings | None = None,
     ) -> None:
         _check_limits(max_deliveries, warn_held)
         path = QueuePath(queue, namespace, runtime_dir)
         self._queue_lock = QueueLock(path)
         self._on_set_aside = on_set_aside
-        self._begin(path, QueueRings(path, max_deliveries or 0), encoding.decoder(accept, type), warn_held, metrics)
+        rings = QueueRings(path, max_deliveries or 0, mappings)
+        self._begin(path, rings, encoding.decoder(accept, type), warn_held, metrics)
         self._may_spin = self._may_spin and spin
 
     def _begin(

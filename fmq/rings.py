@@ -8,6 +8,7 @@ from collections.abc import Callable
 from fmq.errors import QueueInUseError
 from fmq.paths import QueuePath
 from shmq import (
+    Mappings,
     RingReader,
     RingWriter,
     Segment,
@@ -25,9 +26,10 @@ from shmq.writer import check_ring_size
 class QueueRings:
     """What a consumer sees of its queue's rings; implements ``fmq.protocol.Rings``."""
 
-    def __init__(self, path: QueuePath, max_deliveries: int = 0) -> None:
+    def __init__(self, path: QueuePath, max_deliveries: int = 0, mappings: Mappings | None = None) -> None:
         self._prefix = path.rings
         self._max_deliveries = max_deliveries
+        self._mappings = mappings
         self.reader: Callable[..., RingReader] = RingReader
         """Makes the readers."""
 
@@ -50,7 +52,7 @@ class QueueRings:
                     "namespace (FMQ_NAMESPACE)",
                     pid,
                 )
-            return self.reader(segment, epoch=epoch, max_deliveries=self._max_deliveries)
+            return self.reader(segment, epoch=epoch, max_deliveries=self._max_deliveries, mappings=self._mappings)
         except BaseException:
             segment.close()
             raise

@@ -17,7 +17,7 @@ from shmq.errors import (
     ViewsHeldError,
 )
 from shmq.orphans import Finding, collect
-from shmq.reader import Lease, Record, RingReader, Taken
+from shmq.reader import Lease, Mappings, Record, RingReader, Taken
 from shmq.segment import Segment
 from shmq.topic import TopicReader, TopicWriter, claim_slot
 from shmq.writer import Payload, RingWriter
@@ -29,6 +29,7 @@ __all__ = [
     "ForeignSegmentError",
     "LayoutVersionError",
     "Lease",
+    "Mappings",
     "Payload",
     "ReaderDroppedError",
     "Record",

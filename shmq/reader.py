@@ -21,7 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,12 +122,24 @@ class _View(weakref.ref[NDArray[np.uint8]]):
     lease: Lease
 
 
+class Mappings(Protocol):
+    """Who wants to know what memory a reader maps: to register it with a device, say. Called by the reader's thread."""
+
+    def mapped(self, name: str, memory: NDArray[np.uint8]) -> None:
+        """A segment, ring or spill, was mapped: all of it, from a page's start. It stays mapped while this is kept."""
+        ...
+
+    def unmapping(self, name: str) -> None:
+        """A segment will be unmapped as soon as nobody keeps its memory. Told again while somebody does."""
+        ...
+
+
 class RingReader:
     """Reads one ring, from the oldest message that is not done. ``epoch`` names this life of the consumer.
 
     A message with which ``max_deliveries`` consumers died is set aside (0: never): ``on_set_aside`` is told of it once,
-    and ``records`` finds it again. With ``peek`` a reader only looks, and leaves no trace in the ring. Raises
-    CorruptRecordError for a ring without a tail.
+    and ``records`` finds it again. With ``peek`` a reader only looks, and leaves no trace in the ring. ``mappings`` is
+    told of the segments. Raises CorruptRecordError for a ring without a tail.
     """
 
     _slot = 0
@@ -137,7 +149,15 @@ class RingReader:
     _new = PENDING
     """What that byte says of a message that was not handed out."""
 
-    def __init__(self, segment: Segment, *, epoch: int, max_deliveries: int = 0, peek: bool = False) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        *,
+        epoch: int,
+        max_deliveries: int = 0,
+        peek: bool = False,
+        mappings: Mappings | None = None,
+    ) -> None:
         self.segment = segment
         self.name = segment.name
         self.size = segment.payload_bytes
@@ -151,6 +171,7 @@ class RingReader:
         self._answered = 0
         self._has_freed = False
         self._max_deliveries = max_deliveries
+        self._mappings = mappings
         self.on_set_aside: Callable[[Record], None] | None = None
         """Told, from within ``take``, of every message that is set aside."""
         try:
@@ -164,6 +185,7 @@ class RingReader:
         self.dropped: deque[Lease | _View] = deque()
         """Views and messages that are gone, to be reaped. *Any thread* may append; nothing else may be done there."""
         abandon_in_child(self)
+        self._tell_mapped(segment)
 
     def _enter(self, epoch: int) -> None:
         """Let the writer know of this reader."""
@@ -457,6 +479,7 @@ class RingReader:
                     position, f"a reference to spill segment {number}, which can't be read ({error})"
                 ) from error
             self._spills[number] = segment
+            self._tell_mapped(segment)
         if segment.words[GENERATION] != generation or end > segment.payload_bytes:
             raise self._corrupt(position, f"a reference to byte {end} of use {generation} of spill segment {number}")
         return segment
@@ -600,6 +623,7 @@ class RingReader:
         """Unmap spill segments that their writer has given up and that no view looks into."""
         for number, segment in list(self._spills.items()):
             if not segment.is_linked():
+                self._tell_unmapping(segment)
                 with contextlib.suppress(ViewsHeldError):
                     segment.close()
                     del self._spills[number]
@@ -616,6 +640,7 @@ class RingReader:
         if self._closed:
             return
         for number, segment in list(self._spills.items()):
+            self._tell_unmapping(segment)
             segment.close()
             del self._spills[number]
         # Before the memory goes: other threads may give back messages at any time.
@@ -623,6 +648,7 @@ class RingReader:
         if hand_back:
             self._hand_back()
         self._readonly.release()
+        self._tell_unmapping(self.segment)
         try:
             self.segment.close()
         except ViewsHeldError:
@@ -643,8 +669,17 @@ class RingReader:
         self._closed = True
         self._readonly.release()
         for segment in [self.segment, *self._spills.values()]:
+            self._tell_unmapping(segment)
             segment.retire()
         self._spills.clear()
+
+    def _tell_mapped(self, segment: Segment) -> None:
+        if self._mappings is not None:
+            self._mappings.mapped(segment.name, np.frombuffer(segment.memory, np.uint8))
+
+    def _tell_unmapping(self, segment: Segment) -> None:
+        if self._mappings is not None:
+            self._mappings.unmapping(segment.name)
 
     def abandon(self) -> None:
         """From here on give nothing back: in a forked child it is the parent's to do, at an end the next reader's."""
